@@ -1,0 +1,33 @@
+# Whether the CUDA backend is built, for which architectures, and with which kernels.
+set(FIW_CUDA OFF CACHE STRING "Build the CUDA backend: ON, OFF, or AUTO (where a CUDA compiler is found)")
+set_property(CACHE FIW_CUDA PROPERTY STRINGS ON OFF AUTO)
+set(FIW_CUDA_KERNELS small CACHE STRING "Kernel set of src/cuda/kernels.json: small or full")
+set_property(CACHE FIW_CUDA_KERNELS PROPERTY STRINGS small full)
+set(FIW_CUDA_ARCHITECTURES 90a-real CACHE STRING
+    "CUDA architectures to build for, as CMAKE_CUDA_ARCHITECTURES: 80-real;90a-real, ...")
+
+set(FIW_CUDA_ENABLED OFF)
+if(FIW_CUDA STREQUAL "AUTO")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(FIW_CUDA_ENABLED ON)
+  endif()
+elseif(FIW_CUDA)
+  set(FIW_CUDA_ENABLED ON)
+endif()
+
+if(FIW_CUDA_ENABLED)
+  set(CMAKE_CUDA_ARCHITECTURES ${FIW_CUDA_ARCHITECTURES})
+  enable_language(CUDA)
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 knows no C++20 for CUDA
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+  endif()
+  set(CMAKE_CUDA_STANDARD 20)
+  find_package(CUDAToolkit 12.8 REQUIRED)
+  if(CCACHE_PROGRAM AND PROJECT_IS_TOP_LEVEL AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+  endif()
+  include(FlashInfer)
+endif()

@@ -1,0 +1,34 @@
+# How a GoogleTest program becomes ctest entries: one entry a test case, named <program>.<Suite>.<Case>.
+include(GoogleTest)
+
+# fiw_add_test(<name> LABEL <label> SOURCES <file>... [LIBRARIES <target>...] [TIMEOUT <seconds>])
+#
+# Links the static library, so that tests reach internals through src/ as well as the public headers.
+function(fiw_add_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "SOURCES;LIBRARIES")
+  if(NOT arg_LABEL OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "fiw_add_test(${name}) needs LABEL and SOURCES; got ${ARGN}")
+  endif()
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
+  add_executable(${name} ${arg_SOURCES})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_link_libraries(${name} PRIVATE
+    fiw_warnings fiw::fiw hwy::hwy OpenMP::OpenMP_CXX fmt::fmt-header-only GTest::gtest_main ${arg_LIBRARIES})
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST TEST_PREFIX ${name}.
+                       PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
+endfunction()
+
+# fiw_add_output_test(<name> LABEL <label> EXPECTED <line> COMMAND <command>...)
+#
+# Passes when the command exits with 0 and prints exactly that line.
+function(fiw_add_output_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;EXPECTED" "COMMAND")
+  if(NOT arg_LABEL OR NOT arg_EXPECTED OR NOT arg_COMMAND OR arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "fiw_add_output_test(${name}) needs LABEL, EXPECTED and COMMAND; got ${ARGN}")
+  endif()
+  add_test(NAME ${name} COMMAND ${CMAKE_COMMAND} "-DEXPECTED=${arg_EXPECTED}" "-DCOMMAND=${arg_COMMAND}"
+                                -P ${PROJECT_SOURCE_DIR}/cmake/ExpectOutput.cmake)
+  set_tests_properties(${name} PROPERTIES LABELS ${arg_LABEL} TIMEOUT 120)
+endfunction()

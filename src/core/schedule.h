@@ -1,0 +1,76 @@
+// The plan's arrays: how one attention call is cut into work items, in the form that FlashInfer's kernels read.
+//
+// A schedule is plain bytes in int scratch. `ScheduleShape` says how many of them there are and where each array
+// starts; the planners in src/plan compute a shape first (no writes) and then write the arrays into memory of that
+// size, so nothing is staged or allocated in between.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace fiw {
+
+/// Which kind of kernel reads the schedule. Fixes the tile shape and what the grid's second axis covers.
+enum class KernelFamily : std::uint8_t {
+  kCpuStream,   ///< CPU, few rows a request: an item streams a chunk of keys for all heads
+  kCpuTile,     ///< CPU, many rows: an item is (query tile, KV chunk), once per KV head
+  kCudaCore,    ///< FlashInfer's CUDA-core decode kernel
+  kTensorTile,  ///< FlashInfer's FA2 tiles: prefill, verify and grouped decode
+  kHopper,      ///< FlashInfer's FA3 kernel with its persistent per-SM work lists
+};
+
+/// Packed (token, head-in-group) rows of a kCpuTile query tile.
+inline constexpr std::int32_t kCpuTileRows = 256;
+/// Most query tokens a request that kCpuStream takes; bounds the scratch it can ask for.
+inline constexpr std::int32_t kCpuStreamMaxQoLen = 64;
+
+/// Sizes and byte offsets of one split-KV schedule (every family but kHopper). Offsets are 16-byte aligned.
+///
+/// Items: (request, query tile, KV chunk) triples. Partial rows: a request that is cut into n chunks writes n partial
+/// outputs a row, at row o_indptr[request] + row * n + chunk; merge_indptr[row] .. merge_indptr[row + 1] are its
+/// partials.
+struct ScheduleShape {
+  KernelFamily family = KernelFamily::kCpuStream;
+  std::int32_t batch = 0;
+  std::int32_t total_rows = 0;  ///< query tokens
+  std::int32_t max_qo_len = 0;  ///< most query tokens of one request
+  std::int32_t items = 0;
+  std::int32_t padded_items = 0;     ///< == items unless the grid is fixed by a graph
+  std::int32_t padded_batch = 0;     ///< == batch unless a graph leaves room for more; the room reads as empty requests
+  std::int32_t padded_rows = 0;      ///< == total_rows unless a graph leaves room for more
+  std::int32_t tile_rows = 0;        ///< packed (token, head-in-group) rows a tile; 0: a request is one tile
+  std::int32_t kv_chunk_tokens = 0;  ///< a multiple of page_size; the largest request's when not split
+  std::int64_t partial_rows = 0;     ///< rows of partial outputs; 0 when not split
+  bool split_kv = false;
+  bool graph = false;
+
+  // int32 arrays, then the mask of one byte an item
+  std::size_t request_indices = 0;   ///< [padded_items]
+  std::size_t qo_tile_indices = 0;   ///< [padded_items]
+  std::size_t kv_tile_indices = 0;   ///< [padded_items]
+  std::size_t o_indptr = 0;          ///< [padded_batch + 1]
+  std::size_t merge_indptr = 0;      ///< [padded_rows + 1]; only when split
+  std::size_t kv_chunk_size = 0;     ///< [1], tokens
+  std::size_t total_num_rows = 0;    ///< [1]
+  std::size_t block_valid_mask = 0;  ///< [padded_items], 1 for a real item; only under a graph
+  std::size_t bytes = 0;             ///< all of the above
+};
+
+/// Sizes and byte offsets of a Hopper schedule: one work list an SM, work_indptr delimiting them.
+struct HopperShape {
+  std::int32_t works = 0;
+  std::int32_t padded_works = 0;
+  bool same_schedule_for_all_heads = false;
+  std::size_t qo_tile_indices = 0;
+  std::size_t qo_indptr = 0;
+  std::size_t kv_indptr = 0;
+  std::size_t qo_len = 0;
+  std::size_t kv_len = 0;
+  std::size_t head_indices = 0;
+  std::size_t work_indptr = 0;  ///< [num_workers + 1]
+  std::size_t batch_indices = 0;
+  std::size_t bytes = 0;
+};
+
+}  // namespace fiw

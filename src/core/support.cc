@@ -1,0 +1,285 @@
+// See support.h.
+#include "core/support.h"
+
+#include <cmath>
+
+#include "core/fail.h"
+
+namespace fiw::support {
+namespace {
+
+void check_heads(std::int32_t num_qo_heads, std::int32_t num_kv_heads) {
+  if (num_qo_heads < 1) fail(Reason::kHeadCount, "num_qo_heads is {}, expected at least 1", num_qo_heads);
+  if (num_kv_heads < 1) fail(Reason::kHeadCount, "num_kv_heads is {}, expected at least 1", num_kv_heads);
+  if (num_qo_heads % num_kv_heads != 0) {
+    fail(Reason::kHeadCount, "num_qo_heads is {}, expected a multiple of num_kv_heads = {}", num_qo_heads,
+         num_kv_heads);
+  }
+}
+
+void check_head_dim(const char* name, std::int32_t head_dim) {
+  if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
+    unsupported(Reason::kHeadDim, "{} is {}, expected a multiple of 8 in 8..{}", name, head_dim, kMaxHeadDim);
+  }
+}
+
+void check_cache_scale(const char* name, float scale) {
+  if (!std::isfinite(scale) || scale <= 0) {
+    fail(Reason::kScale, "{} is {}, expected a finite value above 0", name, scale);
+  }
+}
+
+std::string device_name(int device) { return device == kCpuDevice ? "the CPU" : fmt::format("CUDA device {}", device); }
+
+void check_device(const char* name, int device, int expected) {
+  if (device != expected) {
+    fail(Reason::kTensorDevice, "{} is on {}, the workspace is on {}", name, device_name(device),
+         device_name(expected));
+  }
+}
+
+void check_pointer(const char* name, const void* data, std::size_t alignment) {
+  if (data == nullptr) fail(Reason::kTensorNull, "{} is null", name);
+  if (reinterpret_cast<std::uintptr_t>(data) % alignment != 0) {
+    fail(Reason::kTensorAlignment, "{} is at address {}, expected a multiple of its element size {}", name, data,
+         alignment);
+  }
+}
+
+/// The largest element offset `sum (extent - 1) * stride` plus one row of `dim`, in bytes, must fit int64.
+void check_extent(const char* name, std::initializer_list<std::pair<std::int64_t, std::int64_t>> axes, std::int64_t dim,
+                  DType dtype) {
+  std::int64_t last = dim;
+  bool overflow = false;
+  for (const auto& [extent, stride] : axes) {
+    std::int64_t reach = 0;
+    overflow |= __builtin_mul_overflow(std::max<std::int64_t>(extent - 1, 0), stride, &reach);
+    overflow |= __builtin_add_overflow(last, reach, &last);
+  }
+  overflow |= __builtin_mul_overflow(last, static_cast<std::int64_t>(size_of(dtype)), &last);
+  if (overflow) fail(Reason::kSizeOverflow, "{}: its extents and strides reach past what int64 holds", name);
+}
+
+void check_stride(const char* name, const char* axis, std::int64_t stride, std::int64_t least, std::int64_t extent) {
+  if (extent > 1 && stride < least) {
+    fail(Reason::kTensorStride, "{}: the stride of its {} axis is {} elements, expected at least {}", name, axis,
+         stride, least);
+  }
+}
+
+void check_dtype(const char* name, DType dtype, DType expected) {
+  if (dtype != expected) {
+    fail(Reason::kTensorDType, "{} is {}, expected {}", name, to_string(dtype), to_string(expected));
+  }
+}
+
+void check_axis(const char* name, const char* axis, std::int64_t value, std::int64_t expected) {
+  if (value != expected) fail(Reason::kTensorShape, "{} has {} {}, expected {}", name, value, axis, expected);
+}
+
+}  // namespace
+
+AttentionParams resolve(const AttentionParams& params, bool custom_mask) {
+  check_heads(params.num_qo_heads, params.num_kv_heads);
+  AttentionParams resolved = params;
+  if (resolved.head_dim_vo == 0) resolved.head_dim_vo = resolved.head_dim_qk;
+  check_head_dim("head_dim_qk", resolved.head_dim_qk);
+  check_head_dim("head_dim_vo", resolved.head_dim_vo);
+  if (!std::isfinite(params.sm_scale)) fail(Reason::kScale, "sm_scale is {}, expected a finite value", params.sm_scale);
+  if (resolved.sm_scale <= 0) resolved.sm_scale = 1.0F / std::sqrt(static_cast<float>(resolved.head_dim_qk));
+  if (params.window_left < -1) {
+    fail(Reason::kWindow, "window_left is {}, expected at least -1 (-1: off)", params.window_left);
+  }
+  if (!std::isfinite(params.logits_soft_cap) || params.logits_soft_cap < 0) {
+    fail(Reason::kSoftCap, "logits_soft_cap is {}, expected a finite value of at least 0 (0: off)",
+         params.logits_soft_cap);
+  }
+  if (custom_mask) resolved.causal = false;
+  return resolved;
+}
+
+StepSpec resolve(const StepSpec& spec) {
+  StepSpec resolved = spec;
+  resolved.params = resolve(spec.params, spec.custom_mask);
+  if (is_fp8(spec.q_dtype)) {
+    unsupported(Reason::kDTypeCombination, "q_dtype is {}, expected float32, float16 or bfloat16",
+                to_string(spec.q_dtype));
+  }
+  return resolved;
+}
+
+void check_options(const WorkspaceOptions& options) {
+  if (options.num_threads < 0 || options.num_threads > 4096) {
+    fail(Reason::kOptions, "num_threads is {}, expected 0..4096 (0: OpenMP's default)", options.num_threads);
+  }
+  if (options.cache_entries < 1 || options.cache_entries > 1024) {
+    fail(Reason::kOptions, "cache_entries is {}, expected 1..1024", options.cache_entries);
+  }
+  if (options.plan.batch_invariant && options.plan.fixed_split_tokens < 1) {
+    fail(Reason::kOptions, "fixed_split_tokens is {}, expected at least 1", options.plan.fixed_split_tokens);
+  }
+  if ((options.allocator.allocate == nullptr) != (options.allocator.free == nullptr)) {
+    fail(Reason::kOptions, "allocator sets one of its two callbacks, expected both or none");
+  }
+  if (options.fixed_size && options.workspace_bytes == 0 && !options.limits) {
+    fail(Reason::kOptions, "fixed_size is set without workspace_bytes or limits to size the workspace by");
+  }
+  if (options.limits) check_limits(*options.limits);
+}
+
+void check_limits(const WorkspaceLimits& limits) {
+  resolve(limits.params, false);
+  const auto at_least = [](const char* name, std::int32_t value, std::int32_t least) {
+    if (value < least) fail(Reason::kOptions, "limits: {} is {}, expected at least {}", name, value, least);
+  };
+  at_least("max_batch", limits.max_batch, 0);
+  at_least("max_total_qo", limits.max_total_qo, 0);
+  at_least("max_verify_window", limits.max_verify_window, 0);
+  at_least("max_kv_len", limits.max_kv_len, 0);
+  at_least("page_size", limits.page_size, 1);
+  if (limits.max_verify_window > kMaxVerifyWindow) {
+    fail(Reason::kOptions, "limits: max_verify_window is {}, expected at most {}", limits.max_verify_window,
+         kMaxVerifyWindow);
+  }
+}
+
+std::int32_t check_indptr(const char* name, std::span<const std::int32_t> indptr, std::int32_t batch) {
+  if (static_cast<std::int64_t>(indptr.size()) != std::int64_t{batch} + 1) {
+    fail(Reason::kQoIndptr, "{} has {} entries, expected batch + 1 = {}", name, indptr.size(), std::int64_t{batch} + 1);
+  }
+  if (indptr[0] != 0) fail(Reason::kQoIndptr, "{}[0] is {}, expected 0", name, indptr[0]);
+  for (std::size_t r = 0; r + 1 < indptr.size(); ++r) {
+    if (indptr[r + 1] < indptr[r]) {
+      fail_at(r, Reason::kQoIndptr, "request {}: {}[{}] is {}, below {}[{}] = {}", r, name, r + 1, indptr[r + 1], name,
+              r, indptr[r]);
+    }
+  }
+  return indptr.back();
+}
+
+void check_tensor(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads, std::int64_t dim,
+                  DType dtype, int device) {
+  check_device(name, tensor.device, device);
+  check_axis(name, "rows", tensor.rows, rows);
+  check_axis(name, "heads", tensor.heads, heads);
+  check_axis(name, "elements a head", tensor.dim, dim);
+  check_dtype(name, tensor.dtype, dtype);
+  if (rows == 0) return;
+  check_pointer(name, tensor.data, size_of(dtype));
+  check_stride(name, "head", tensor.head_stride, dim, heads);
+  check_stride(name, "row", tensor.row_stride, dim, rows);
+  check_extent(name, {{rows, tensor.row_stride}, {heads, tensor.head_stride}}, dim, dtype);
+}
+
+void check_kv_cache(const KvCache& kv, const PageTable& table, int device) {
+  check_device("kv", kv.device, device);
+  check_head_dim("kv.head_dim_qk", kv.head_dim_qk);
+  check_head_dim("kv.head_dim_vo", kv.head_dim_vo);
+  if (kv.num_kv_heads < 1) fail(Reason::kHeadCount, "kv.num_kv_heads is {}, expected at least 1", kv.num_kv_heads);
+  if (kv.page_size < 1) fail(Reason::kPageSize, "kv.page_size is {}, expected at least 1", kv.page_size);
+  if (kv.page_size != table.page_size() && table.batch() > 0) {
+    fail(Reason::kPageSize, "kv.page_size is {}, the page table's is {}", kv.page_size, table.page_size());
+  }
+  if (kv.num_pages < 0) fail(Reason::kTensorShape, "kv.num_pages is {}, expected at least 0", kv.num_pages);
+  if (table.max_page_index() >= kv.num_pages) {
+    for (std::int32_t r = 0; r < table.batch(); ++r) {
+      for (std::int32_t i = table.indptr()[static_cast<std::size_t>(r)];
+           i < table.indptr()[static_cast<std::size_t>(r) + 1]; ++i) {
+        const std::int32_t page = table.indices()[static_cast<std::size_t>(i)];
+        if (page >= kv.num_pages) {
+          fail_at(r, Reason::kPageIndex, "request {} uses page {}, kv has {} pages", r, page, kv.num_pages);
+        }
+      }
+    }
+  }
+  check_cache_scale("kv.k_scale", kv.k_scale);
+  check_cache_scale("kv.v_scale", kv.v_scale);
+  if (device == kCpuDevice) {
+    for (std::int32_t h = 0; h < kv.num_kv_heads; ++h) {
+      if (kv.k_head_scale != nullptr) check_cache_scale("a value of kv.k_head_scale", kv.k_head_scale[h]);
+      if (kv.v_head_scale != nullptr) check_cache_scale("a value of kv.v_head_scale", kv.v_head_scale[h]);
+    }
+  }
+  if (kv.num_pages == 0) return;
+  const auto check_side = [&](const char* name, const void* data, const KvCache::Strides& stride, std::int32_t dim) {
+    check_pointer(name, data, size_of(kv.dtype));
+    check_stride(name, "token", stride.token, dim, kv.page_size);
+    check_stride(name, "head", stride.head, dim, kv.num_kv_heads);
+    check_stride(name, "page", stride.page, dim, kv.num_pages);
+    check_extent(name, {{kv.num_pages, stride.page}, {kv.page_size, stride.token}, {kv.num_kv_heads, stride.head}}, dim,
+                 kv.dtype);
+  };
+  check_side("kv.k", kv.k, kv.k_stride, kv.head_dim_qk);
+  check_side("kv.v", kv.v, kv.v_stride, kv.head_dim_vo);
+}
+
+void check_kv_matches(const KvCache& kv, const StepSpec& spec) {
+  check_dtype("kv", kv.dtype, spec.kv_dtype);
+  check_axis("kv", "heads", kv.num_kv_heads, spec.params.num_kv_heads);
+  check_axis("kv.k", "elements a head", kv.head_dim_qk, spec.params.head_dim_qk);
+  check_axis("kv.v", "elements a head", kv.head_dim_vo, spec.params.head_dim_vo);
+}
+
+void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device) {
+  const std::int64_t rows = ragged.indptr.back();
+  check_tensor("k", ragged.k, rows, spec.params.num_kv_heads, spec.params.head_dim_qk, spec.kv_dtype, device);
+  check_tensor("v", ragged.v, rows, spec.params.num_kv_heads, spec.params.head_dim_vo, spec.kv_dtype, device);
+}
+
+void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
+                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device) {
+  const auto announced = [](const char* name, const void* pointer, bool expected, Reason reason) {
+    if ((pointer != nullptr) != expected) {
+      fail(reason, "extras.{} is {}, the step was planned {} it", name, pointer == nullptr ? "null" : "given",
+           expected ? "with" : "without");
+    }
+  };
+  announced("sinks", extras.sinks, spec.sinks, Reason::kSinks);
+  announced("alibi_slopes", extras.alibi_slopes, spec.alibi, Reason::kAlibi);
+  announced("mask", extras.mask, spec.custom_mask, Reason::kMask);
+  announced("mask_indptr", extras.mask_indptr, spec.custom_mask, Reason::kMask);
+  if (!spec.custom_mask || device != kCpuDevice) return;
+  for (std::size_t r = 0; r < kv_lens.size(); ++r) {
+    const std::int64_t qo_len = qo_indptr.empty() ? uniform_qo_len : qo_indptr[r + 1] - qo_indptr[r];
+    const std::int64_t needed = (qo_len * kv_lens[r] + 7) / 8;
+    const std::int64_t held = std::int64_t{extras.mask_indptr[r + 1]} - extras.mask_indptr[r];
+    if (extras.mask_indptr[r] < 0 || held < needed) {
+      fail_at(r, Reason::kMask,
+              "request {}: mask_indptr {}..{} gives {} bytes of mask, expected at least {} for {} x {} bits", r,
+              extras.mask_indptr[r], extras.mask_indptr[r + 1], held, needed, qo_len, kv_lens[r]);
+    }
+  }
+}
+
+void check_merge_shape(const Tensor& out) {
+  if (out.rows < 0) fail(Reason::kTensorShape, "out has {} rows, expected at least 0", out.rows);
+  if (out.heads < 1) fail(Reason::kHeadCount, "out has {} heads, expected at least 1", out.heads);
+  if (out.dim < 8 || out.dim > kMaxHeadDim || out.dim % 8 != 0) {
+    unsupported(Reason::kHeadDim, "out has {} elements a head, expected a multiple of 8 in 8..{}", out.dim,
+                kMaxHeadDim);
+  }
+}
+
+void check_no_overlap(const char* out_name, const ConstTensor& out, const char* in_name, const ConstTensor& in) {
+  if (out.rows == 0 || in.rows == 0) return;
+  struct Bytes {
+    std::int64_t first, row, row_stride, all;
+  };
+  const auto bytes = [](const ConstTensor& t) {
+    const auto element = static_cast<std::int64_t>(size_of(t.dtype));
+    const std::int64_t row = ((t.heads - 1) * t.head_stride + t.dim) * element;
+    return Bytes{static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(t.data)), row, t.row_stride * element,
+                 (t.rows - 1) * t.row_stride * element + row};
+  };
+  const Bytes a = bytes(out);
+  const Bytes b = bytes(in);
+  if (a.first >= b.first + b.all || b.first >= a.first + a.all) return;
+  // Two column ranges of one buffer: equal row strides, and within a stride the ranges do not meet.
+  if (a.row_stride == b.row_stride && a.row_stride > 0) {
+    const std::int64_t offset = ((b.first - a.first) % a.row_stride + a.row_stride) % a.row_stride;
+    if (offset >= a.row && offset + b.row <= a.row_stride) return;
+  }
+  fail(Reason::kTensorOverlap, "{} overlaps {} in memory, expected them apart", out_name, in_name);
+}
+
+}  // namespace fiw::support

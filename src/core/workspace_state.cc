@@ -1,0 +1,429 @@
+// See workspace_state.h.
+#include "core/workspace_state.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <string_view>
+
+#include "core/fail.h"
+#include "core/hash.h"
+#include "core/support.h"
+#include "plan/planner.h"
+
+namespace fiw::detail {
+namespace {
+
+constexpr std::size_t kDefaultScratch = std::size_t{16} << 20;
+
+/// One thread at a time: the second to arrive is told so and changes nothing.
+class Exclusive {
+ public:
+  explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
+    if (busy_.exchange(true, std::memory_order_acquire)) {
+      throw Error(Status::kBusy, Reason::kBusyWorkspace, "the workspace is in use by another thread");
+    }
+  }
+  Exclusive(const Exclusive&) = delete;
+  Exclusive& operator=(const Exclusive&) = delete;
+  ~Exclusive() {
+    busy_.store(false, std::memory_order_release);
+    busy_.notify_all();
+  }
+
+ private:
+  std::atomic<bool>& busy_;
+};
+
+/// Adds the time of its scope to a counter.
+class Timer {
+ public:
+  explicit Timer(std::uint64_t& nanoseconds) : nanoseconds_(nanoseconds), start_(std::chrono::steady_clock::now()) {}
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+  ~Timer() {
+    nanoseconds_ += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count());
+  }
+
+ private:
+  std::uint64_t& nanoseconds_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+bool verify_graph_from_environment() {
+  const char* value = std::getenv("SMILE_VERIFY_CUDA_GRAPH");
+  return value != nullptr && std::string_view(value) == "1";
+}
+
+WorkLoad work_load(const PlanTraits& traits, std::span<const std::int32_t> kv_counts,
+                   std::span<const std::int32_t> qo_indptr) {
+  const AttentionParams& params = traits.spec.params;
+  return {.num_qo_heads = params.num_qo_heads,
+          .num_kv_heads = params.num_kv_heads,
+          .head_dim_qk = params.head_dim_qk,
+          .head_dim_vo = params.head_dim_vo,
+          .kv_element_bytes = static_cast<std::int32_t>(size_of(traits.spec.kv_dtype)),
+          .page_size = traits.page_size,
+          .window_left = params.window_left,
+          .causal = params.causal,
+          .kv_pages = kv_counts,
+          .qo_indptr = qo_indptr,
+          .uniform_qo_len = traits.uniform_qo_len};
+}
+
+SplitPolicy split_policy(const PlanOptions& options, bool graph) {
+  return {.fixed_chunk_tokens = options.batch_invariant ? options.fixed_split_tokens : 0, .graph = graph};
+}
+
+std::int32_t max_qo_len(std::span<const std::int32_t> qo_indptr, std::int32_t uniform_qo_len) {
+  if (qo_indptr.empty()) return uniform_qo_len;
+  std::int32_t longest = 0;
+  for (std::size_t r = 0; r + 1 < qo_indptr.size(); ++r) longest = std::max(longest, qo_indptr[r + 1] - qo_indptr[r]);
+  return longest;
+}
+
+std::uint64_t hash_key(const PlanKeyView& key, std::uint64_t counts_hash) {
+  const AttentionParams& params = key.traits.spec.params;
+  std::uint64_t h = combine(counts_hash, static_cast<std::uint64_t>(key.traits.kind));
+  h = combine(h,
+              static_cast<std::uint64_t>(params.num_qo_heads) << 32 | static_cast<std::uint32_t>(params.window_left));
+  return key.qo_indptr.empty() ? h : hash_ints(key.qo_indptr, h);
+}
+
+}  // namespace
+
+WorkspaceState::WorkspaceState(int device_index, std::unique_ptr<Backend> backend, const WorkspaceOptions& options)
+    : device_index_(device_index),
+      options_(options),
+      verify_cuda_graph_(options.verify_cuda_graph.value_or(verify_graph_from_environment())),
+      backend_(std::move(backend)),
+      props_(backend_->props()),
+      arena_(std::make_shared<Arena>(backend_)),
+      decode_cache_(options.cache_entries),
+      prefill_cache_(options.cache_entries),
+      verify_cache_(options.cache_entries) {
+  std::size_t bytes = options.workspace_bytes;
+  if (bytes == 0) {
+    bytes = options.limits ? FlashInferWorkspace::required_workspace(props_, *options.limits, options.plan)
+                           : kDefaultScratch;
+  }
+  if (bytes == 0) return;
+  std::byte* memory = backend_->allocate(bytes, nullptr);
+  if (memory == nullptr) {
+    throw Error(Status::kOutOfMemory, Reason::kAllocation,
+                fmt::format("no memory for {} bytes of float scratch", bytes))
+        .needs(bytes);
+  }
+  scratch_ = {memory, bytes};
+}
+
+WorkspaceState::~WorkspaceState() { close(); }
+
+void WorkspaceState::close() noexcept {
+  while (busy_.exchange(true, std::memory_order_acquire)) busy_.wait(true, std::memory_order_relaxed);
+  if (!closed_.exchange(true, std::memory_order_acq_rel)) {
+    decode_cache_.clear();
+    prefill_cache_.clear();
+    verify_cache_.clear();
+    if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), nullptr);
+    scratch_ = {};
+    // Slices that steps still hold keep the arena, and the arena the backend, until those steps go.
+    arena_.reset();
+    backend_.reset();
+  }
+  busy_.store(false, std::memory_order_release);
+  busy_.notify_all();
+}
+
+void WorkspaceState::check_open() const {
+  if (closed()) throw Error(Status::kClosed, Reason::kClosedWorkspace, "the workspace is closed");
+}
+
+void WorkspaceState::invalidate(Scope scope) {
+  const Exclusive exclusive(busy_);
+  switch (scope) {
+    case Scope::kRuntime:
+      decode_cache_.invalidate();
+      prefill_cache_.invalidate();
+      break;
+    case Scope::kPrefill:
+      prefill_cache_.invalidate();
+      break;
+    case Scope::kVerify:
+      verify_cache_.invalidate();
+      break;
+  }
+}
+
+PlanCache& WorkspaceState::cache_of(PlanKind kind) noexcept {
+  switch (kind) {
+    case PlanKind::kDecode:
+      return decode_cache_;
+    case PlanKind::kVerify:
+      return verify_cache_;
+    case PlanKind::kPrefill:
+    case PlanKind::kRagged:
+      break;
+  }
+  return prefill_cache_;
+}
+
+WorkspaceState::Found WorkspaceState::plan(const Request& request, const StepSpec& spec) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  return find_or_make(request, spec, nullptr);
+}
+
+WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const StepSpec& spec, Stream stream) {
+  const StepSpec resolved = support::resolve(spec);
+  const bool paged = request.table != nullptr;
+  const auto batch = static_cast<std::int32_t>(paged ? request.table->page_counts().size() : request.kv_lens.size());
+  if (request.kind == PlanKind::kVerify &&
+      (request.uniform_qo_len < 1 || request.uniform_qo_len > support::kMaxVerifyWindow)) {
+    fail(Reason::kQoIndptr, "window is {}, expected 1..{} tokens a request", request.uniform_qo_len,
+         support::kMaxVerifyWindow);
+  }
+  const std::int64_t total_rows = request.qo_indptr.empty()
+                                      ? std::int64_t{request.uniform_qo_len} * batch
+                                      : support::check_indptr("qo_indptr", request.qo_indptr, batch);
+
+  const Timer timer(plan_nanoseconds_);
+  PlanKeyView key;
+  key.traits = {.kind = request.kind,
+                .family = KernelFamily::kCpuStream,
+                .spec = resolved,
+                .options = options_.plan,
+                .page_size = paged ? request.table->page_size() : 1,
+                .uniform_qo_len = request.qo_indptr.empty() ? request.uniform_qo_len : 0,
+                .graph = props_.kind == DeviceKind::kCuda && request.kind == PlanKind::kVerify && verify_cuda_graph_};
+  key.traits.family = backend_->route({.spec = resolved,
+                                       .page_size = key.traits.page_size,
+                                       .max_qo_len = max_qo_len(request.qo_indptr, request.uniform_qo_len),
+                                       .total_rows = total_rows,
+                                       .batch = batch,
+                                       .paged = paged,
+                                       .graph = key.traits.graph});
+  key.kv_counts = paged ? request.table->page_counts() : request.kv_lens;
+  key.qo_indptr = request.qo_indptr;
+  if (request.kind == PlanKind::kPrefill) key.table = request.table;
+  key.hash = hash_key(key, paged ? request.table->page_counts_hash() : hash_ints(request.kv_lens));
+
+  PlanCache& cache = cache_of(request.kind);
+  if (std::shared_ptr<Plan> plan = cache.find(key)) {
+    reserve_scratch(plan->scratch_bytes, stream);
+    return {.plan = std::move(plan), .hit = true};
+  }
+  std::shared_ptr<Plan> plan = make(key, request, stream);
+  cache.insert(plan);
+  return {.plan = std::move(plan), .hit = false};
+}
+
+std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request& request, Stream stream) {
+  // Everything that can fail comes before the cache is touched, so a failure leaves the last good plans in force.
+  const WorkLoad work = work_load(key.traits, key.kv_counts, key.qo_indptr);
+  const ScheduleShape shape =
+      shape_schedule(key.traits.family, props_, work, split_policy(key.traits.options, key.traits.graph));
+  const std::size_t scratch = backend_->scratch_bytes(shape, key.traits.spec);
+  reserve_scratch(scratch, stream);
+
+  std::shared_ptr<Plan> plan = cache_of(request.kind).blank();
+  plan->slice = arena_->take(shape.bytes, stream);
+  plan->set_key(key);
+  plan->shape = shape;
+  plan->scratch_bytes = scratch;
+  const std::span<std::byte> staged = backend_->stage(plan->slice.data(), shape.bytes);
+  write_schedule(shape, work, staged);
+  backend_->upload(plan->slice.data(), staged, stream);
+  return plan;
+}
+
+void WorkspaceState::reserve_scratch(std::size_t bytes, Stream stream) {
+  scratch_peak_ = std::max(scratch_peak_, bytes);
+  if (bytes <= scratch_.size()) return;
+  if (options_.fixed_size) {
+    throw Error(
+        Status::kWorkspaceTooSmall, Reason::kScratchTooSmall,
+        fmt::format("the workspace holds {} bytes of float scratch, this call needs {}", scratch_.size(), bytes))
+        .needs(bytes);
+  }
+  std::byte* memory = backend_->allocate(bytes, stream);
+  if (memory == nullptr) {
+    throw Error(Status::kOutOfMemory, Reason::kAllocation,
+                fmt::format("no memory for {} bytes of float scratch", bytes))
+        .needs(bytes);
+  }
+  if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), stream);
+  scratch_ = {memory, bytes};
+}
+
+void WorkspaceState::attend(const Plan& plan, const PageTable* table, const Operands& operands) {
+  const StepSpec& spec = plan.traits.spec;
+  const AttentionParams& params = spec.params;
+  const ScheduleShape& shape = plan.shape;
+  support::check_tensor("q", operands.q, shape.total_rows, params.num_qo_heads, params.head_dim_qk, spec.q_dtype,
+                        device_index_);
+  support::check_tensor("out", operands.out, shape.total_rows, params.num_qo_heads, params.head_dim_vo, spec.q_dtype,
+                        device_index_);
+  support::check_no_overlap("out", operands.out, "q", operands.q);
+  if (operands.lse != nullptr && !spec.lse) {
+    fail(Reason::kStepMismatch, "lse is given, the step was planned without it");
+  }
+  std::span<const std::int32_t> kv_lens = plan.kv_counts;
+  if (table != nullptr) {
+    support::check_kv_cache(*operands.kv, *table, device_index_);
+    support::check_kv_matches(*operands.kv, spec);
+    kv_lens = table->kv_lens();
+  } else {
+    support::check_ragged(*operands.ragged, spec, device_index_);
+  }
+  support::check_extras(operands.extras, spec, plan.qo_indptr, plan.traits.uniform_qo_len, kv_lens, device_index_);
+  if (shape.total_rows == 0) return;
+
+  const Timer timer(run_nanoseconds_);
+  reserve_scratch(plan.scratch_bytes, operands.stream);
+  backend_->attend({.shape = &shape,
+                    .schedule = plan.slice.data(),
+                    .params = &params,
+                    .q = operands.q,
+                    .qo_indptr = plan.qo_indptr,
+                    .uniform_qo_len = plan.traits.uniform_qo_len,
+                    .kv = table != nullptr ? operands.kv : nullptr,
+                    .table = table,
+                    .ragged = operands.ragged,
+                    .out = operands.out,
+                    .lse = operands.lse,
+                    .extras = operands.extras,
+                    .scratch = scratch_.first(plan.scratch_bytes),
+                    .stream = operands.stream});
+}
+
+void WorkspaceState::call(const Request& request, const Operands& operands, const AttentionParams& params) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  const StepSpec spec{.params = params,
+                      .q_dtype = operands.q.dtype,
+                      .kv_dtype = operands.kv != nullptr ? operands.kv->dtype : operands.ragged->k.dtype,
+                      .lse = operands.lse != nullptr,
+                      .sinks = operands.extras.sinks != nullptr,
+                      .alibi = operands.extras.alibi_slopes != nullptr,
+                      .custom_mask = operands.extras.mask != nullptr || operands.extras.mask_indptr != nullptr};
+  const Found found = find_or_make(request, spec, operands.stream);
+  attend(*found.plan, request.table, operands);
+}
+
+void WorkspaceState::run(const AttentionStep& step, const Operands& operands) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  attend(*step.plan_, &step.table_, operands);
+}
+
+void WorkspaceState::append(const AppendLaunch& launch) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  const PageTable& table = *launch.table;
+  const std::int32_t rows = support::check_indptr("append_indptr", launch.append_indptr, table.batch());
+  support::check_kv_cache(*launch.kv, table, device_index_);
+  if (is_fp8(launch.k.dtype)) {
+    unsupported(Reason::kDTypeCombination, "k is {}, expected float32, float16 or bfloat16 (append_kv quantises)",
+                to_string(launch.k.dtype));
+  }
+  support::check_tensor("k", launch.k, rows, launch.kv->num_kv_heads, launch.kv->head_dim_qk, launch.k.dtype,
+                        device_index_);
+  support::check_tensor("v", launch.v, rows, launch.kv->num_kv_heads, launch.kv->head_dim_vo, launch.k.dtype,
+                        device_index_);
+  for (std::size_t r = 0; r < table.kv_lens().size(); ++r) {
+    const std::int32_t tokens = launch.append_indptr[r + 1] - launch.append_indptr[r];
+    if (tokens > table.kv_lens()[r]) {
+      fail_at(r, Reason::kBatch, "request {} appends {} tokens, its page table entry counts {} in all", r, tokens,
+              table.kv_lens()[r]);
+    }
+  }
+  if (rows == 0) return;
+  backend_->append(launch);
+}
+
+void WorkspaceState::merge(const MergeLaunch& launch) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  const Tensor& out = launch.out;
+  if (launch.parts.empty()) fail(Reason::kPartialStates, "parts is empty, expected at least 1 state");
+  if (is_fp8(out.dtype)) {
+    unsupported(Reason::kDTypeCombination, "out is {}, expected float32, float16 or bfloat16", to_string(out.dtype));
+  }
+  support::check_merge_shape(out);
+  support::check_tensor("out", out, out.rows, out.heads, out.dim, out.dtype, device_index_);
+  for (const PartialState& part : launch.parts) {
+    support::check_tensor("a part's out", part.out, out.rows, out.heads, out.dim, out.dtype, device_index_);
+    if (out.rows > 0 && part.lse == nullptr) fail(Reason::kTensorNull, "a part's lse is null");
+    const bool same =
+        part.out.data == out.data && part.out.row_stride == out.row_stride && part.out.head_stride == out.head_stride;
+    if (!same) support::check_no_overlap("out", out, "a part's out", part.out);
+  }
+  if (out.rows == 0) return;
+  backend_->merge(launch);
+}
+
+WorkspaceStats WorkspaceState::stats() const {
+  const Exclusive exclusive(busy_);
+  if (closed()) return {};
+  return {.decode = decode_cache_.stats(),
+          .prefill = prefill_cache_.stats(),
+          .verify = verify_cache_.stats(),
+          .float_scratch_bytes = scratch_.size(),
+          .float_scratch_peak = scratch_peak_,
+          .int_scratch_bytes = arena_->capacity(),
+          .plan_nanoseconds = plan_nanoseconds_,
+          .run_nanoseconds = run_nanoseconds_};
+}
+
+}  // namespace fiw::detail
+
+namespace fiw {
+
+std::size_t FlashInferWorkspace::required_workspace(const DeviceProps& device, const WorkspaceLimits& limits,
+                                                    const PlanOptions& options) {
+  support::check_limits(limits);
+  const StepSpec spec = support::resolve(StepSpec{.params = limits.params, .kv_dtype = limits.kv_dtype});
+  const AttentionParams& params = spec.params;
+  const std::int32_t max_pages =
+      static_cast<std::int32_t>((std::int64_t{limits.max_kv_len} + limits.page_size - 1) / limits.page_size);
+  const std::unique_ptr<Backend> cpu =
+      device.kind == DeviceKind::kCpu ? make_cpu_backend(device.num_workers, {}) : nullptr;
+
+  const auto worst = [&](std::int32_t uniform_qo_len, std::int64_t max_rows, std::int32_t longest, bool graph) {
+    WorkLoad widest =
+        detail::work_load({.spec = spec, .page_size = limits.page_size, .uniform_qo_len = uniform_qo_len}, {}, {});
+    const auto bytes = [&](KernelFamily family) {
+      const ScheduleShape shape = worst_shape(family, device, widest, limits.max_batch, max_pages, max_rows,
+                                              detail::split_policy(options, graph && device.kind == DeviceKind::kCuda));
+      return cpu != nullptr ? cpu->scratch_bytes(shape, spec)
+                            : partial_bytes(shape, params.num_qo_heads, params.head_dim_vo);
+    };
+    if (cpu == nullptr) {
+      const bool core = uniform_qo_len == 1 && params.num_qo_heads == params.num_kv_heads;
+      return std::max(bytes(KernelFamily::kTensorTile), core ? bytes(KernelFamily::kCudaCore) : 0);
+    }
+    // Short queries may take either family, depending on what else is in the call.
+    std::size_t most = 0;
+    for (const std::int32_t qo_len : {std::int32_t{1}, longest}) {
+      most = std::max(most, bytes(cpu->route({.spec = spec,
+                                              .page_size = limits.page_size,
+                                              .max_qo_len = qo_len,
+                                              .total_rows = max_rows,
+                                              .batch = limits.max_batch})));
+    }
+    return most;
+  };
+
+  if (limits.max_batch == 0) return 0;
+  std::size_t bytes = worst(1, limits.max_batch, 1, limits.graph);
+  if (limits.max_total_qo > 0) bytes = std::max(bytes, worst(0, limits.max_total_qo, limits.max_total_qo, false));
+  if (limits.max_verify_window > 0) {
+    bytes = std::max(bytes, worst(limits.max_verify_window, std::int64_t{limits.max_verify_window} * limits.max_batch,
+                                  limits.max_verify_window, limits.graph));
+  }
+  return bytes;
+}
+
+}  // namespace fiw

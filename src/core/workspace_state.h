@@ -1,0 +1,103 @@
+// What a workspace owns: a backend, int and float scratch, the three plan caches, and the order of events in a call.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <span>
+
+#include "core/arena.h"
+#include "core/backend.h"
+#include "core/plan_cache.h"
+#include "fiw/workspace.h"
+
+namespace fiw::detail {
+
+class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
+ public:
+  /// `options` have been checked.
+  WorkspaceState(int device_index, std::unique_ptr<Backend> backend, const WorkspaceOptions& options);
+  ~WorkspaceState();
+
+  /// Waits for a call in flight on another thread, then frees everything that no step holds.
+  void close() noexcept;
+  bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+
+  enum class Scope : std::uint8_t { kRuntime, kPrefill, kVerify };
+  void invalidate(Scope scope);
+
+  /// What is planned: the same facts whatever the kind.
+  struct Request {
+    PlanKind kind = PlanKind::kDecode;
+    const PageTable* table = nullptr;           ///< null for ragged
+    std::span<const std::int32_t> qo_indptr{};  ///< empty: uniform
+    std::int32_t uniform_qo_len = 1;
+    std::span<const std::int32_t> kv_lens{};  ///< ragged only
+  };
+  /// The tensors of one layer.
+  struct Operands {
+    ConstTensor q{};
+    const KvCache* kv = nullptr;
+    const RaggedKv* ragged = nullptr;
+    Tensor out{};
+    float* lse = nullptr;
+    AttentionExtras extras{};
+    Stream stream = nullptr;
+  };
+
+  template <class Step>
+  Step plan_step(const Request& request, const StepSpec& spec);
+  /// Plan and run in one.
+  void call(const Request& request, const Operands& operands, const AttentionParams& params);
+  void run(const AttentionStep& step, const Operands& operands);
+  void append(const AppendLaunch& launch);
+  void merge(const MergeLaunch& launch);
+
+  WorkspaceStats stats() const;
+  int device_index() const noexcept { return device_index_; }
+  const DeviceProps& device_props() const noexcept { return props_; }
+  const WorkspaceOptions& options() const noexcept { return options_; }
+  bool verify_cuda_graph() const noexcept { return verify_cuda_graph_; }
+
+ private:
+  struct Found {
+    std::shared_ptr<Plan> plan;
+    bool hit = false;
+  };
+  Found plan(const Request& request, const StepSpec& spec);
+  // The rest expects the caller to hold busy_.
+  Found find_or_make(const Request& request, const StepSpec& spec, Stream stream);
+  std::shared_ptr<Plan> make(const PlanKeyView& key, const Request& request, Stream stream);
+  void attend(const Plan& plan, const PageTable* table, const Operands& operands);
+  void reserve_scratch(std::size_t bytes, Stream stream);
+  PlanCache& cache_of(PlanKind kind) noexcept;
+  void check_open() const;
+
+  const int device_index_;
+  const WorkspaceOptions options_;
+  const bool verify_cuda_graph_;
+  std::shared_ptr<Backend> backend_;
+  const DeviceProps props_;
+  std::shared_ptr<Arena> arena_;
+  std::span<std::byte> scratch_;
+  std::size_t scratch_peak_ = 0;
+  PlanCache decode_cache_;
+  PlanCache prefill_cache_;
+  PlanCache verify_cache_;
+  std::uint64_t plan_nanoseconds_ = 0;
+  std::uint64_t run_nanoseconds_ = 0;
+  std::atomic<bool> closed_{false};
+  mutable std::atomic<bool> busy_{false};
+};
+
+template <class Step>
+Step WorkspaceState::plan_step(const Request& request, const StepSpec& spec) {
+  Found found = plan(request, spec);
+  Step step;
+  step.workspace_ = shared_from_this();
+  step.plan_ = std::move(found.plan);
+  step.table_ = *request.table;
+  step.cache_hit_ = found.hit;
+  return step;
+}
+
+}  // namespace fiw::detail

@@ -1,0 +1,116 @@
+// Two micro-benchmarks, compiled for every SIMD target: the best of a few passes.
+#include "cpu/targets.h"
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/machine_limits.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+
+#include "cpu/machine_limits.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fiw::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+/// Sums `count` floats (a multiple of 128): 8 streams of loads, no chain that could limit them.
+float read_floats(const float* from, std::int64_t count) {
+  const hn::CappedTag<float, 16> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  hn::Vec<decltype(d)> sums[8];
+  for (auto& sum : sums) sum = hn::Zero(d);
+  for (std::int64_t i = 0; i < count; i += 8 * kLanes) {
+    __builtin_prefetch(from + i + 1024, 0, 3);
+    __builtin_prefetch(from + i + 1040, 0, 3);
+    __builtin_prefetch(from + i + 1056, 0, 3);
+    __builtin_prefetch(from + i + 1072, 0, 3);
+    HWY_UNROLL(8)
+    for (int s = 0; s < 8; ++s) sums[s] = hn::Add(sums[s], hn::Load(d, from + i + s * kLanes));
+  }
+  auto total = sums[0];
+  for (int s = 1; s < 8; ++s) total = hn::Add(total, sums[s]);
+  return hn::GetLane(hn::SumOfLanes(d, total));
+}
+
+/// `rounds` multiply-adds on each of 12 vectors; returns the operations done through `operations`.
+float multiply_add(std::int64_t rounds, std::int64_t& operations) {
+  const hn::CappedTag<float, 16> d;
+  const auto factor = hn::Set(d, 0.999F);
+  const auto addend = hn::Set(d, 0.001F);
+  hn::Vec<decltype(d)> sums[12];
+  for (int s = 0; s < 12; ++s) sums[s] = hn::Set(d, static_cast<float>(s));
+  for (std::int64_t i = 0; i < rounds; ++i) {
+    HWY_UNROLL(12)
+    for (auto& sum : sums) sum = hn::MulAdd(sum, factor, addend);
+  }
+  auto total = sums[0];
+  for (int s = 1; s < 12; ++s) total = hn::Add(total, sums[s]);
+  operations = rounds * 12 * 2 * static_cast<std::int64_t>(hn::MaxLanes(d));
+  return hn::GetLane(hn::SumOfLanes(d, total));
+}
+
+}  // namespace fiw::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+
+namespace fiw {
+namespace cpu {
+
+HWY_EXPORT(read_floats);
+HWY_EXPORT(multiply_add);
+
+}  // namespace cpu
+
+namespace {
+
+constexpr int kPasses = 5;
+
+// Most of `work(thread)`'s units a second over a few passes of all threads.
+template <class Work>
+double best_rate(std::int32_t threads, const Work& work) {
+  std::atomic<float> sink{0.0F};  // the results have to go somewhere
+  double best = 0.0;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    double units = 0.0;
+    const auto start = std::chrono::steady_clock::now();
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : units)
+    for (std::int32_t thread = 0; thread < threads; ++thread) {
+      float result = 0.0F;
+      units += work(thread, result);
+      sink.store(result, std::memory_order_relaxed);
+    }
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    best = std::max(best, units / elapsed.count());
+  }
+  return best;
+}
+
+}  // namespace
+
+double measure_read_bandwidth(std::int32_t threads) {
+  constexpr std::int64_t kFloats = std::int64_t{64} << 20;
+  const std::int64_t share = kFloats / threads / 128 * 128;
+  const std::unique_ptr<float, void (*)(void*)> memory(
+      static_cast<float*>(std::aligned_alloc(64, kFloats * sizeof(float))), &std::free);
+  if (memory == nullptr) return 0.0;
+  std::fill_n(memory.get(), kFloats, 1.0F);
+  return best_rate(threads, [&](std::int32_t thread, float& result) {
+    result = HWY_DYNAMIC_DISPATCH(cpu::read_floats)(memory.get() + thread * share, share);
+    return static_cast<double>(share) * sizeof(float);
+  });
+}
+
+double measure_fma_peak(std::int32_t threads) {
+  return best_rate(threads, [](std::int32_t, float& result) {
+    std::int64_t operations = 0;
+    result = HWY_DYNAMIC_DISPATCH(cpu::multiply_add)(std::int64_t{4} << 20, operations);
+    return static_cast<double>(operations);
+  });
+}
+
+}  // namespace fiw
+#endif

@@ -1,0 +1,436 @@
+// The CUDA backend: FlashInfer's kernels behind the interface that every backend has.
+#include <algorithm>
+#include <optional>
+#include <unordered_set>
+#include <vector>
+
+#include "core/backend.h"
+#include "core/fail.h"
+#include "cuda/any/any.h"
+#include "cuda/append/append.h"
+#include "cuda/device.h"
+#include "cuda/merge/merge.h"
+#include "cuda/pinned_ring.h"
+#include "cuda/routes.h"
+#include "cuda/table_cache.h"
+#include "cuda/timeline.h"
+#include "plan/planner.h"
+
+namespace fiw {
+namespace cuda {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+constexpr std::int64_t kVectorBytes = 16;
+
+// A CUDA-core schedule has one query row a request, cut without regard to the window: to a tile kernel, tiles of 16.
+constexpr std::int32_t kCoreTileRows = 16;
+
+constexpr std::size_t align_up(std::size_t bytes) noexcept {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+/// FlashInfer's kernels move 16 bytes at a time and reckon strides, and offsets into tensors of rows, in 32 bits.
+bool suits_vectors(const void* data, DType dtype, std::initializer_list<std::int64_t> strides) noexcept {
+  const auto bytes = static_cast<std::int64_t>(size_of(dtype));
+  return reinterpret_cast<std::uintptr_t>(data) % std::uintptr_t{kVectorBytes} == 0 &&
+         std::ranges::all_of(strides, [&](std::int64_t stride) {
+           return stride * bytes % kVectorBytes == 0 && stride <= std::int64_t{UINT32_MAX};
+         });
+}
+
+bool suits_vectors(const ConstTensor& t) noexcept {
+  return suits_vectors(t.data, t.dtype, {t.row_stride, t.head_stride}) &&
+         (t.rows == 0 || t.row_stride <= std::int64_t{UINT32_MAX} / t.rows);
+}
+
+bool suits_kernels(const AttentionLaunch& launch) noexcept {
+  if (!suits_vectors(launch.q) || launch.out.heads * launch.out.dim > std::int64_t{UINT32_MAX} / launch.out.rows) {
+    return false;
+  }
+  if (launch.kv == nullptr) return suits_vectors(launch.ragged->k) && suits_vectors(launch.ragged->v);
+  const KvCache& kv = *launch.kv;
+  return suits_vectors(kv.k, kv.dtype, {kv.k_stride.page, kv.k_stride.token, kv.k_stride.head}) &&
+         suits_vectors(kv.v, kv.dtype, {kv.v_stride.page, kv.v_stride.token, kv.v_stride.head});
+}
+
+bool is_contiguous(const Tensor& t) noexcept {
+  return (t.heads == 1 || t.head_stride == t.dim) && (t.rows == 1 || t.row_stride == t.heads * t.dim);
+}
+
+}  // namespace
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(int device, const Allocator& allocator);
+  CudaBackend(const CudaBackend&) = delete;
+  CudaBackend& operator=(const CudaBackend&) = delete;
+  ~CudaBackend() override;
+
+  const DeviceProps& props() const noexcept override { return props_; }
+  KernelFamily route(const RouteRequest& request) const override { return choose_family(request, route_); }
+  std::size_t scratch_bytes(const ScheduleShape& shape, const StepSpec& spec) const override {
+    return partial_bytes(shape, spec.params.num_qo_heads, spec.params.head_dim_vo);
+  }
+
+  std::byte* allocate(std::size_t bytes, Stream stream) override;
+  void release(std::byte* memory, std::size_t bytes, Stream stream) noexcept override;
+  std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) override;
+  void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) override;
+
+  void attend(const AttentionLaunch& launch) override;
+  void append(const AppendLaunch& launch) override;
+  void merge(const MergeLaunch& launch) override;
+  void synchronize(Stream stream) override;
+
+ private:
+  void measure();
+  /// Our own stream where the caller names none: what it carries is ordered by the timeline, not by the default stream.
+  cudaStream_t own_or(Stream stream) const noexcept {
+    return stream == nullptr ? own_ : static_cast<cudaStream_t>(stream);
+  }
+  AttentionArgs describe(const AttentionLaunch& launch, const DeviceTable& table) const;
+  /// Raises the kernel's shared memory limit, once.
+  void prepare(const void* function, std::size_t shared_bytes);
+  /// FlashInfer's kernel for a call; none where attend_any is to serve it.
+  struct Chosen {
+    const TileKernel* tile = nullptr;
+    const CoreKernel* core = nullptr;
+  };
+  Chosen choose_kernel(const AttentionLaunch& launch, const StepSpec& spec, const AttentionArgs& args,
+                       const DeviceTable& table) const;
+  std::byte* allocate_or_throw(std::size_t bytes, Stream stream, const char* what);
+
+  const int device_;
+  const Allocator allocator_;
+  const RouteChoice route_;
+  DeviceProps props_;
+  cudaStream_t own_ = nullptr;
+  Timeline timeline_;
+  PinnedRing ring_;
+  std::unordered_set<const void*> prepared_;
+  std::optional<TableCache> tables_;
+};
+
+CudaBackend::CudaBackend(int device, const Allocator& allocator)
+    : device_(device), allocator_(allocator), route_(route_from_environment()) {
+  measure();
+  check(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  tables_.emplace(*this);
+}
+
+CudaBackend::~CudaBackend() {
+  const DeviceGuard guard(device_);
+  try {
+    timeline_.drain();
+  } catch (const Error&) {
+    // The device is lost or the process is ending; what follows fails as quietly.
+  }
+  tables_.reset();
+  cudaStreamSynchronize(own_);
+  cudaStreamDestroy(own_);
+}
+
+void CudaBackend::measure() {
+  const auto attribute = [&](cudaDeviceAttr name) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, name, device_), "cudaDeviceGetAttribute");
+    return value;
+  };
+  props_ = {.kind = DeviceKind::kCuda,
+            .num_workers = attribute(cudaDevAttrMultiProcessorCount),
+            .compute_capability =
+                10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor),
+            .max_shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+  const auto resident = [&](const void* function, std::size_t shared_bytes, std::int32_t threads) {
+    prepare(function, shared_bytes);
+    int blocks = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, threads, shared_bytes),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return std::max(blocks, 1);
+  };
+  const TileKernel& tile = tile_entries().front().kernels().front();
+  props_.tile_blocks_per_sm = resident(tile.function, tile.shared_bytes, tile.threads);
+  const CoreKernel& core = core_entries().front().kernels().front();
+  props_.decode_blocks_per_sm = resident(core.function, core.shared_bytes, core.threads);
+}
+
+void CudaBackend::prepare(const void* function, std::size_t shared_bytes) {
+  if (prepared_.contains(function)) return;
+  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
+  prepared_.insert(function);
+}
+
+std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
+  const DeviceGuard guard(device_);
+  const cudaStream_t on = own_or(stream);
+  timeline_.enter(on);
+  void* memory = nullptr;
+  if (allocator_.allocate != nullptr) {
+    memory = allocator_.allocate(allocator_.context, bytes, kAlignment, on);
+  } else {
+    const cudaError_t status = cudaMallocAsync(&memory, bytes, on);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      return nullptr;
+    }
+    check(status, "cudaMallocAsync");
+  }
+  timeline_.leave(on);
+  return static_cast<std::byte*>(memory);
+}
+
+void CudaBackend::release(std::byte* memory, std::size_t bytes, Stream stream) noexcept {
+  const DeviceGuard guard(device_);
+  const cudaStream_t on = own_or(stream);
+  try {
+    timeline_.enter(on);
+    if (allocator_.free != nullptr) {
+      allocator_.free(allocator_.context, memory, bytes, on);
+    } else {
+      check(cudaFreeAsync(memory, on), "cudaFreeAsync");
+    }
+    timeline_.leave(on);
+  } catch (const Error&) {
+    // Nothing can be freed on a lost device.
+  }
+}
+
+std::byte* CudaBackend::allocate_or_throw(std::size_t bytes, Stream stream, const char* what) {
+  std::byte* const memory = allocate(bytes, stream);
+  if (memory == nullptr) {
+    throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for {} bytes of {}", bytes, what))
+        .needs(bytes);
+  }
+  return memory;
+}
+
+std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t bytes) {
+  const DeviceGuard guard(device_);
+  return ring_.stage(bytes);
+}
+
+void CudaBackend::upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) {
+  const DeviceGuard guard(device_);
+  const cudaStream_t on = own_or(stream);
+  timeline_.enter(on);
+  ring_.upload(device_slice, staged, on);
+  timeline_.leave(on);
+}
+
+AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceTable& table) const {
+  const AttentionParams& params = *launch.params;
+  const ScheduleShape& shape = *launch.shape;
+  const auto words = [&](std::size_t offset) {
+    return reinterpret_cast<const std::int32_t*>(launch.schedule + offset);
+  };
+  AttentionArgs args{
+      .q = const_cast<void*>(launch.q.data),
+      .q_row = launch.q.row_stride,
+      .q_head = launch.q.head_stride,
+      .qo_indptr = table.qo_indptr,
+      .batch = shape.batch,
+      .num_qo_heads = params.num_qo_heads,
+      .request_indices = words(shape.request_indices),
+      .qo_tile_indices = words(shape.qo_tile_indices),
+      .kv_tile_indices = words(shape.kv_tile_indices),
+      .o_indptr = words(shape.o_indptr),
+      .kv_chunk_size = words(shape.kv_chunk_size),
+      .block_valid =
+          shape.graph ? reinterpret_cast<const std::uint8_t*>(launch.schedule) + shape.block_valid_mask : nullptr,
+      .items = shape.padded_items,
+      .split_kv = shape.split_kv,
+      .causal = params.causal,
+      .skip_window = shape.family == KernelFamily::kTensorTile && params.causal ? params.window_left : -1,
+      .window_left = params.window_left,
+      .sm_scale = params.sm_scale,
+      .soft_cap = params.logits_soft_cap,
+      .sinks = launch.extras.sinks,
+      .alibi_slopes = launch.extras.alibi_slopes,
+      .mask = launch.extras.mask,
+      .mask_indptr = launch.extras.mask_indptr};
+  args.kv.num_kv_heads = params.num_kv_heads;
+  args.kv.indptr = table.indptr;
+  if (launch.kv != nullptr) {
+    const KvCache& kv = *launch.kv;
+    args.kv.k = kv.k;
+    args.kv.v = kv.v;
+    args.kv.page_size = kv.page_size;
+    args.kv.k_page = kv.k_stride.page;
+    args.kv.k_token = kv.k_stride.token;
+    args.kv.k_head = kv.k_stride.head;
+    args.kv.v_page = kv.v_stride.page;
+    args.kv.v_token = kv.v_stride.token;
+    args.kv.v_head = kv.v_stride.head;
+    args.kv.indices = table.indices;
+    args.kv.last_page_len = table.last_page_len;
+    args.sm_scale *= kv.k_scale;
+    args.v_scale = kv.v_scale;
+    args.k_head_scale = kv.k_head_scale;
+    args.v_head_scale = kv.v_head_scale;
+  } else {
+    const RaggedKv& ragged = *launch.ragged;
+    args.kv.k = const_cast<void*>(ragged.k.data);
+    args.kv.v = const_cast<void*>(ragged.v.data);
+    args.kv.k_token = ragged.k.row_stride;
+    args.kv.k_head = ragged.k.head_stride;
+    args.kv.v_token = ragged.v.row_stride;
+    args.kv.v_head = ragged.v.head_stride;
+  }
+  return args;
+}
+
+CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, const StepSpec& spec,
+                                               const AttentionArgs& args, const DeviceTable& table) const {
+  const AttentionParams& params = *launch.params;
+  if (route_ == RouteChoice::kAny || !suits_kernels(launch)) return {};
+  const bool options =
+      params.logits_soft_cap > 0 || params.window_left >= 0 || spec.sinks || spec.alibi || args.k_head_scale != nullptr;
+  if (launch.shape->family == KernelFamily::kCudaCore) {
+    const KvView& kv = args.kv;
+    if (kv.k_page == kv.v_page && kv.k_token == kv.v_token && kv.k_head == kv.v_head) {
+      return {.core = find_core(spec, options)};
+    }
+    // The CUDA cores reckon one offset for K and V.
+    return {.tile = find_tile(spec, TileVariant::kMasked, kCoreTileRows, true)};
+  }
+  const TileVariant variant = choose_variant({.causal = params.causal,
+                                              .one_row = launch.shape->max_qo_len == 1,
+                                              .options = options,
+                                              .custom_mask = spec.custom_mask,
+                                              .rows_before_start = params.causal && table.rows_before_start});
+  return {.tile = find_tile(spec, variant, launch.shape->tile_rows, launch.kv != nullptr)};
+}
+
+void CudaBackend::attend(const AttentionLaunch& launch) {
+  const DeviceGuard guard(device_);
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  const AttentionParams& params = *launch.params;
+  const ScheduleShape& shape = *launch.shape;
+  const StepSpec spec{.params = params,
+                      .q_dtype = launch.q.dtype,
+                      .kv_dtype = launch.kv != nullptr ? launch.kv->dtype : launch.ragged->k.dtype,
+                      .sinks = launch.extras.sinks != nullptr,
+                      .alibi = launch.extras.alibi_slopes != nullptr,
+                      .custom_mask = launch.extras.mask != nullptr};
+  const DeviceTable& table =
+      tables_->find({.table = launch.table,
+                     .kv_indptr = launch.ragged != nullptr ? launch.ragged->indptr : std::span<const std::int32_t>{},
+                     .qo_indptr = launch.qo_indptr,
+                     .uniform_qo_len = launch.qo_indptr.empty() ? launch.uniform_qo_len : 0},
+                    launch.stream);
+  AttentionArgs args = describe(launch, table);
+  const Chosen chosen = choose_kernel(launch, spec, args, table);
+  const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
+
+  const Tensor& out = launch.out;
+  const std::size_t row_bytes = static_cast<std::size_t>(out.heads * out.dim) * size_of(out.dtype);
+  std::byte* bounce = nullptr;
+  const std::size_t bounce_bytes = static_cast<std::size_t>(out.rows) * row_bytes;
+  if (shape.split_kv) {
+    args.out = launch.scratch.data();
+    args.lse = reinterpret_cast<float*>(launch.scratch.data() +
+                                        align_up(static_cast<std::size_t>(shape.partial_rows) * row_bytes));
+  } else if (!flashinfer || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
+    args.out = out.data;
+    args.lse = launch.lse;
+  } else {
+    bounce = allocate_or_throw(bounce_bytes, launch.stream, "contiguous output");
+    args.out = bounce;
+    args.lse = launch.lse;
+  }
+
+  timeline_.enter(stream);
+  if (chosen.core != nullptr) {
+    prepare(chosen.core->function, chosen.core->shared_bytes);
+    check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
+  } else if (chosen.tile != nullptr) {
+    prepare(chosen.tile->function, chosen.tile->shared_bytes);
+    check(chosen.tile->launch(args, stream), "launching a tile kernel");
+  } else {
+    check(attend_any({.call = args,
+                      .q = spec.q_dtype,
+                      .kv = spec.kv_dtype,
+                      .head_dim_qk = params.head_dim_qk,
+                      .head_dim_vo = params.head_dim_vo,
+                      .tile_rows = shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows,
+                      .out_row = shape.split_kv ? out.heads * out.dim : out.row_stride,
+                      .out_head = shape.split_kv ? out.dim : out.head_stride},
+                     stream),
+          "launching the general attention kernel");
+  }
+  if (shape.split_kv) {
+    check(merge_partials({.out = args.out,
+                          .lse = args.lse,
+                          .merge_indptr = reinterpret_cast<const std::int32_t*>(launch.schedule + shape.merge_indptr),
+                          .sinks = launch.extras.sinks},
+                         out, launch.lse, stream),
+          "launching the merge kernel");
+  } else if (bounce != nullptr) {
+    const auto element = static_cast<std::int64_t>(size_of(out.dtype));
+    for (std::int64_t head = 0; head < out.heads; ++head) {
+      check(cudaMemcpy2DAsync(static_cast<std::byte*>(out.data) + head * out.head_stride * element,
+                              static_cast<std::size_t>(std::max(out.row_stride, out.dim) * element),
+                              bounce + head * out.dim * element, row_bytes, static_cast<std::size_t>(out.dim * element),
+                              static_cast<std::size_t>(out.rows), cudaMemcpyDeviceToDevice, stream),
+            "cudaMemcpy2DAsync");
+    }
+  }
+  timeline_.leave(stream);
+  if (bounce != nullptr) release(bounce, bounce_bytes, launch.stream);
+}
+
+void CudaBackend::append(const AppendLaunch& launch) {
+  const DeviceGuard guard(device_);
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  const DeviceTable& table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
+  timeline_.enter(stream);
+  check(append_kv(launch.k, launch.v, *launch.kv,
+                  {.batch = launch.table->batch(),
+                   .append_indptr = table.qo_indptr,
+                   .indptr = table.indptr,
+                   .indices = table.indices,
+                   .kv_lens = table.kv_lens},
+                  stream),
+        "launching the append kernel");
+  timeline_.leave(stream);
+}
+
+void CudaBackend::merge(const MergeLaunch& launch) {
+  const DeviceGuard guard(device_);
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  std::vector<MergePart> parts;
+  parts.reserve(launch.parts.size());
+  for (const PartialState& part : launch.parts) {
+    parts.push_back({part.out.data, part.lse, part.out.row_stride, part.out.head_stride});
+  }
+  std::byte* device_parts = nullptr;
+  const std::size_t bytes = parts.size() * sizeof(MergePart);
+  if (parts.size() > kInlineParts) {
+    device_parts = allocate_or_throw(bytes, launch.stream, "states to merge");
+    const std::span<std::byte> staged = stage(device_parts, bytes);
+    std::ranges::copy(std::as_bytes(std::span(parts)), staged.begin());
+    upload(device_parts, staged, launch.stream);
+  }
+  timeline_.enter(stream);
+  check(merge_states(parts, reinterpret_cast<const MergePart*>(device_parts), launch.out, launch.lse, stream),
+        "launching the merge kernel");
+  timeline_.leave(stream);
+  if (device_parts != nullptr) release(device_parts, bytes, launch.stream);
+}
+
+void CudaBackend::synchronize(Stream stream) {
+  const DeviceGuard guard(device_);
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
+}
+
+}  // namespace cuda
+
+std::unique_ptr<Backend> make_cuda_backend(int device, const Allocator& allocator) {
+  cuda::require_device(device);
+  const cuda::DeviceGuard guard(device);
+  return std::make_unique<cuda::CudaBackend>(device, allocator);
+}
+
+}  // namespace fiw

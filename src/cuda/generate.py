@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Writes one translation unit for each kernel instantiation of the chosen set, and the registry over them.
+
+kernels.json is the only list: what is built, what is supported, and which set would build what is missing.
+"""
+
+import argparse
+import json
+import pathlib
+
+CPP_TYPES = {"bf16": "nv_bfloat16", "fp16": "half", "e4m3": "__nv_fp8_e4m3", "e5m2": "__nv_fp8_e5m2"}
+DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
+
+
+def camel(name):
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def instances(manifest, set_name):
+    """(family, q, kv, head_dim_qk, head_dim_vo, variant) of a set, in manifest order, each once."""
+    found = {}
+    for rule in manifest["sets"][set_name]:
+        variants = manifest["tile_variants"] if rule["family"] == "tile" else [""]
+        for q in rule["q"]:
+            for kv in rule["kv"]:
+                for qk, vo in rule["head_dims"]:
+                    for variant in variants:
+                        found[(rule["family"], q, q if kv == "same" else kv, qk, vo, variant)] = None
+    return list(found)
+
+
+def name_of(instance):
+    family, q, kv, qk, vo, variant = instance
+    return "_".join(str(part) for part in (family, q, kv, qk, vo, variant) if part != "")
+
+
+def unit(instance):
+    family, q, kv, qk, vo, variant = instance
+    if family == "tile":
+        header, row = "cuda/fa2/tile.cuh", "TileKernel"
+        call = f"tile_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}, {vo}, TileVariant::{camel(variant)}>()"
+    else:
+        header, row = "cuda/decode/core.cuh", "CoreKernel"
+        call = f"core_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}>()"
+    return (
+        f"// Generated from kernels.json.\n#include \"{header}\"\n\nnamespace fiw::cuda {{\n\n"
+        f"std::span<const {row}> {name_of(instance)}() {{ return {call}; }}\n\n}}  // namespace fiw::cuda\n"
+    )
+
+
+def registry(built, full):
+    tiles = [i for i in built if i[0] == "tile"]
+    cores = [i for i in built if i[0] == "core"]
+    lines = ["// Generated from kernels.json.", "#include <array>", "", '#include "cuda/registry.h"', "",
+             "namespace fiw::cuda {", ""]
+    lines += [f"std::span<const TileKernel> {name_of(i)}();" for i in tiles]
+    lines += [f"std::span<const CoreKernel> {name_of(i)}();" for i in cores]
+    lines += ["", "std::span<const TileEntry> tile_entries() noexcept {",
+              f"  static constexpr std::array<TileEntry, {len(tiles)}> entries = {{{{"]
+    lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, {i[4]}, TileVariant::{camel(i[5])}, "
+              f"&{name_of(i)}}}," for i in tiles]
+    lines += ["  }};", "  return entries;", "}", "", "std::span<const CoreEntry> core_entries() noexcept {",
+              f"  static constexpr std::array<CoreEntry, {len(cores)}> entries = {{{{"]
+    lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, &{name_of(i)}}}," for i in cores]
+    lines += ["  }};", "  return entries;", "}", "", "std::span<const Combination> full_combinations() noexcept {"]
+    combinations = list(dict.fromkeys(i[1:5] for i in full if i[0] == "tile"))
+    lines += [f"  static constexpr std::array<Combination, {len(combinations)}> combinations = {{{{"]
+    lines += [f"      {{DType::{DTYPES[q]}, DType::{DTYPES[kv]}, {qk}, {vo}}}," for q, kv, qk, vo in combinations]
+    lines += ["  }};", "  return combinations;", "}", "", "}  // namespace fiw::cuda", ""]
+    return "\n".join(lines)
+
+
+def write(path, text):
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("manifest", type=pathlib.Path)
+    parser.add_argument("set")
+    parser.add_argument("out", type=pathlib.Path)
+    args = parser.parse_args()
+
+    manifest = json.loads(args.manifest.read_text())
+    if args.set not in manifest["sets"]:
+        parser.error(f"the kernel set is {args.set!r}, expected one of {', '.join(manifest['sets'])}")
+    built = instances(manifest, args.set)
+    args.out.mkdir(parents=True, exist_ok=True)
+    units = []
+    for instance in built:
+        path = args.out / f"{name_of(instance)}.cu"
+        write(path, unit(instance))
+        units.append(path)
+    for stale in set(args.out.glob("*.cu")) - set(units):
+        stale.unlink()
+    write(args.out / "registry.cc", registry(built, instances(manifest, "full")))
+    print(";".join(str(path) for path in units))
+
+
+if __name__ == "__main__":
+    main()

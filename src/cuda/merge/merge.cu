@@ -1,0 +1,168 @@
+// One warp combines one (row, head). The largest logarithm is taken out first, so no exponential overflows; a state
+// without keys is not even read.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/merge/merge.h"
+
+namespace fiw::cuda {
+namespace {
+
+constexpr int kWarpsPerBlock = 4;
+constexpr float kLog2E = 1.44269504088896340736F;
+constexpr float kLn2 = 0.693147180559945309417F;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
+__device__ __forceinline__ void store(float* p, float x) { *p = x; }
+__device__ __forceinline__ void store(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void store(half* p, float x) { *p = __float2half_rn(x); }
+
+struct PartialSource {
+  PartialRows rows;
+  std::int32_t heads;
+  std::int32_t dim;
+
+  __device__ std::int32_t count(std::int64_t row) const { return rows.merge_indptr[row + 1] - rows.merge_indptr[row]; }
+  __device__ float log2_sum(std::int64_t row, std::int32_t head, std::int32_t i) const {
+    return rows.lse[(rows.merge_indptr[row] + std::int64_t{i}) * heads + head];
+  }
+  template <class T>
+  __device__ const T* values(std::int64_t row, std::int32_t head, std::int32_t i) const {
+    return static_cast<const T*>(rows.out) + ((rows.merge_indptr[row] + std::int64_t{i}) * heads + head) * dim;
+  }
+  __device__ float sink(std::int32_t head) const {
+    return rows.sinks == nullptr ? -INFINITY : rows.sinks[head] * kLog2E;
+  }
+};
+
+struct StateSource {
+  const MergePart* device_parts;
+  std::int32_t parts;
+  std::int32_t heads;
+  MergePart inline_parts[kInlineParts];
+
+  __device__ const MergePart& part(std::int32_t i) const {
+    return device_parts != nullptr ? device_parts[i] : inline_parts[i];
+  }
+  __device__ std::int32_t count(std::int64_t) const { return parts; }
+  __device__ float log2_sum(std::int64_t row, std::int32_t head, std::int32_t i) const {
+    return part(i).lse[row * heads + head] * kLog2E;
+  }
+  template <class T>
+  __device__ const T* values(std::int64_t row, std::int32_t head, std::int32_t i) const {
+    const MergePart& p = part(i);
+    return static_cast<const T*>(p.out) + row * p.row_stride + head * p.head_stride;
+  }
+  __device__ float sink(std::int32_t) const { return -INFINITY; }
+};
+
+__device__ __forceinline__ float warp_max(float x) {
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, offset));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, offset);
+  return x;
+}
+
+template <class T, class Source>
+__global__ void __launch_bounds__(kWarpsPerBlock * 32)
+    merge_kernel(const __grid_constant__ Source source, T* out, std::int64_t row_stride, std::int64_t head_stride,
+                 float* lse, std::int64_t rows, std::int32_t heads, std::int32_t dim) {
+  const std::int64_t index = std::int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / 32;
+  if (index >= rows * heads) return;
+  const std::int64_t row = index / heads;
+  const auto head = static_cast<std::int32_t>(index - row * heads);
+  const std::int32_t lane = threadIdx.x % 32;
+  const std::int32_t count = source.count(row);
+
+  float top = -INFINITY;
+  for (std::int32_t i = lane; i < count; i += 32) top = fmaxf(top, source.log2_sum(row, head, i));
+  top = warp_max(top);
+  T* const target = out + row * row_stride + head * head_stride;
+  if (top == -INFINITY) {
+    for (std::int32_t d = lane; d < dim; d += 32) store(target + d, 0.0F);
+    if (lse != nullptr && lane == 0) lse[index] = -INFINITY;
+    return;
+  }
+  const float sink = source.sink(head);
+  top = fmaxf(top, sink);
+  float sum = 0;
+  for (std::int32_t i = lane; i < count; i += 32) sum += exp2f(source.log2_sum(row, head, i) - top);
+  sum = warp_sum(sum) + exp2f(sink - top);
+  const float norm = 1.0F / sum;
+  // Four values a lane at once cover head_dim 128 in one pass over the states.
+  for (std::int32_t base = 0; base < dim; base += 128) {
+    float total[4] = {};
+#pragma unroll 4
+    for (std::int32_t i = 0; i < count; ++i) {
+      const float weight = exp2f(source.log2_sum(row, head, i) - top) * norm;
+      if (weight == 0.0F) continue;
+      const T* const from = source.template values<T>(row, head, i) + base;
+      for (int j = 0; j < 4; ++j) {
+        const std::int32_t d = lane + 32 * j;
+        if (base + d < dim) total[j] += weight * to_float(from[d]);
+      }
+    }
+    for (int j = 0; j < 4; ++j) {
+      const std::int32_t d = base + lane + 32 * j;
+      if (d < dim) store(target + d, total[j]);
+    }
+  }
+  // `lse` may be one of the states' own: every lane has read them by now.
+  __syncwarp();
+  if (lse != nullptr && lane == 0) lse[index] = (top + log2f(sum)) * kLn2;
+}
+
+template <class T, class Source>
+cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStream_t stream) {
+  const std::int64_t blocks = (out.rows * out.heads + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  merge_kernel<T><<<static_cast<unsigned>(blocks), kWarpsPerBlock * 32, 0, stream>>>(
+      source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse, out.rows,
+      static_cast<std::int32_t>(out.heads), static_cast<std::int32_t>(out.dim));
+  return cudaGetLastError();
+}
+
+template <class Source>
+cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStream_t stream) {
+  switch (out.dtype) {
+    case DType::kFloat32:
+      return launch<float>(source, out, lse, stream);
+    case DType::kFloat16:
+      return launch<half>(source, out, lse, stream);
+    case DType::kBFloat16:
+      return launch<__nv_bfloat16>(source, out, lse, stream);
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, cudaStream_t stream) {
+  return launch(
+      PartialSource{
+          .rows = partials, .heads = static_cast<std::int32_t>(out.heads), .dim = static_cast<std::int32_t>(out.dim)},
+      out, lse, stream);
+}
+
+cudaError_t merge_states(std::span<const MergePart> parts, const MergePart* device_parts, const Tensor& out, float* lse,
+                         cudaStream_t stream) {
+  StateSource source{.device_parts = device_parts,
+                     .parts = static_cast<std::int32_t>(parts.size()),
+                     .heads = static_cast<std::int32_t>(out.heads),
+                     .inline_parts = {}};
+  if (parts.size() <= kInlineParts) {
+    source.device_parts = nullptr;
+    std::ranges::copy(parts, source.inline_parts);
+  }
+  return launch(source, out, lse, stream);
+}
+
+}  // namespace fiw::cuda

@@ -1,0 +1,38 @@
+// Combining attention over disjoint sets of keys: the partial results of a split schedule, and a caller's states.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <span>
+
+#include "fiw/types.h"
+
+namespace fiw::cuda {
+
+/// One state to combine; `lse` is the natural logarithm.
+struct MergePart {
+  const void* out = nullptr;
+  const float* lse = nullptr;
+  std::int64_t row_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+/// States that travel as a kernel argument; more go through device memory.
+inline constexpr int kInlineParts = 32;
+
+/// Partial results of a split schedule: contiguous, base-2 logarithms.
+struct PartialRows {
+  const void* out = nullptr;                   ///< [partial rows, heads, dim]
+  const float* lse = nullptr;                  ///< [partial rows, heads]
+  const std::int32_t* merge_indptr = nullptr;  ///< [rows + 1]
+  const float* sinks = nullptr;                ///< [heads], may be null
+};
+
+/// Enqueues; `lse` may be null.
+cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, cudaStream_t stream);
+/// `device_parts` is a copy of `parts` on the device where there are more than kInlineParts, else unused.
+cudaError_t merge_states(std::span<const MergePart> parts, const MergePart* device_parts, const Tensor& out, float* lse,
+                         cudaStream_t stream);
+
+}  // namespace fiw::cuda

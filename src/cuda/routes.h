@@ -1,0 +1,40 @@
+// Which kernel serves a call. One table answers "what runs" and "is it supported".
+#pragma once
+
+#include <cstdint>
+
+#include "core/backend.h"
+#include "cuda/registry.h"
+
+namespace fiw::cuda {
+
+/// What FIW_CUDA_ROUTE asks for.
+enum class RouteChoice : std::uint8_t {
+  kTable,  ///< unset or empty: the table decides
+  kCore,   ///< "core": CUDA-core decode where it can serve a call
+  kTile,   ///< "tile": FlashInfer's tiles
+  kAny,    ///< "any": attend_any for everything
+};
+
+/// The family whose schedule serves a request; kUnsupported naming the option where only another build would serve it.
+KernelFamily choose_family(const RouteRequest& request, RouteChoice choice);
+/// Throws kInvalidArgument for an unknown name.
+RouteChoice route_from_environment();
+
+/// Facts of one call that decide the tile kernel's variant.
+struct TileNeeds {
+  bool causal = false;
+  bool one_row = false;  ///< every request has one query row: the causal limit says nothing
+  bool options = false;  ///< soft cap, ALiBi, sinks, window, per-head K scales
+  bool custom_mask = false;
+  bool rows_before_start = false;  ///< see DeviceTable
+};
+TileVariant choose_variant(const TileNeeds& needs) noexcept;
+
+/// Whether FlashInfer's tile kernels serve these types and head sizes; what they do not, attend_any does.
+bool tile_is_built(const StepSpec& spec) noexcept;
+/// The kernel, or null when this build has none.
+const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int32_t rows, bool paged) noexcept;
+const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept;
+
+}  // namespace fiw::cuda

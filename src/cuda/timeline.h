@@ -1,0 +1,29 @@
+// One workspace's device work as one sequence, whatever streams it is enqueued on.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace fiw::cuda {
+
+/// A workspace's calls share scratch, plans and tables, so each must see the ones before it done. `enter` makes a
+/// stream wait for all earlier work where that was on another stream; `leave` marks the work just enqueued as the
+/// latest. Streams are told apart by their ids: a handle may be handed out again.
+class Timeline {
+ public:
+  Timeline();
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
+  ~Timeline();
+
+  void enter(cudaStream_t stream);
+  void leave(cudaStream_t stream);
+  /// Blocks the host until all work is done.
+  void drain();
+
+ private:
+  cudaEvent_t latest_ = nullptr;
+  unsigned long long stream_id_ = 0;
+  bool marked_ = false;
+};
+
+}  // namespace fiw::cuda

@@ -1,0 +1,243 @@
+// Work lists for the persistent FA3 kernel: every SM walks its own list of (query tile, head) works.
+//
+// Longest work first, always onto the least loaded SM. All heads have the same works, which is used twice: SMs and
+// heads are cut into as many equal groups as both allow, one group is scheduled and the others repeat it with other
+// heads; and within a group the heads of one work arrive together at equal cost, so that the least loaded SM is mostly
+// the one that was given work longest ago: a ring kept in order of load takes the place of a heap.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "core/fail.h"
+#include "plan/fast_div.h"
+#include "plan/planner.h"
+
+namespace fiw {
+namespace {
+
+constexpr std::size_t kAlignment = 16;
+// Above so many works a head, one list for all heads is balanced enough and a fraction of the size.
+constexpr std::int64_t kMaxWorksPerHead = 4096;
+constexpr std::int64_t kInt32Max = std::numeric_limits<std::int32_t>::max();
+
+// The kernel's query tile, in tokens: it does not pack the heads of a group.
+std::int32_t tile_tokens(const WorkLoad& work) noexcept { return work.head_dim_vo == 64 ? 192 : 128; }
+
+std::int32_t listed_heads(const HopperShape& shape, const WorkLoad& work) noexcept {
+  return shape.same_schedule_for_all_heads ? 1 : work.num_qo_heads;
+}
+
+std::int32_t first_row(const WorkLoad& work, std::int32_t r) noexcept {
+  return work.qo_indptr.empty() ? r * work.uniform_qo_len : work.qo_indptr[r];
+}
+
+// What every head has to do: one query tile of one request.
+struct TileWork {
+  std::int32_t request;
+  std::int32_t tile;
+  std::int32_t cost;
+};
+
+// Keys that a tile reads, and twice its rows for loading queries and storing outputs.
+std::int32_t tile_cost(const WorkLoad& work, std::int32_t qo_len, std::int32_t kv_len, std::int32_t tile) noexcept {
+  const std::int64_t rows = tile_tokens(work);
+  std::int64_t end = kv_len;
+  if (work.causal) end = std::clamp<std::int64_t>(kv_len - std::int64_t{qo_len} + (tile + 1) * rows, 0, kv_len);
+  if (work.window_left >= 0) end = std::min(end, work.window_left + rows);
+  return static_cast<std::int32_t>(std::min(end + 2 * rows, kInt32Max));
+}
+
+// All tiles, in descending cost up to 1/256 of the largest: a counting sort, stable, so equal inputs give equal lists.
+void sort_tiles(const WorkLoad& work, std::span<const std::int32_t> kv_lens, std::span<TileWork> unsorted,
+                std::span<TileWork> sorted) noexcept {
+  std::size_t count = 0;
+  std::int32_t largest = 1;
+  for (std::int32_t r = 0; r < work.batch(); ++r) {
+    const std::int32_t qo_len = work.qo_len(r);
+    for (std::int32_t tile = ceil_div(qo_len, tile_tokens(work)) - 1; tile >= 0; --tile) {
+      const std::int32_t cost = tile_cost(work, qo_len, kv_lens[r], tile);
+      unsorted[count++] = {r, tile, cost};
+      largest = std::max(largest, cost);
+    }
+  }
+  const int shift = std::max(0, static_cast<int>(std::bit_width(static_cast<std::uint32_t>(largest))) - 8);
+  std::array<std::int32_t, 257> starts{};
+  const auto bucket = [shift](const TileWork& item) { return 255 - (item.cost >> shift); };
+  for (const TileWork& item : unsorted) ++starts[bucket(item) + 1];
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  for (const TileWork& item : unsorted) sorted[starts[bucket(item)]++] = item;
+}
+
+// SMs in order of load. The least loaded is at the front; one that gets more work nearly always belongs at the back.
+class LoadRing {
+ public:
+  struct Entry {
+    std::int64_t load;
+    std::int32_t worker;
+  };
+
+  explicit LoadRing(std::span<Entry> storage) noexcept : ring_(storage), mask_(storage.size() - 1) {}
+
+  /// Gives `cost` to the least loaded worker and returns it.
+  std::int32_t assign(std::int32_t cost, std::size_t workers) noexcept {
+    Entry entry = ring_[front_++ & mask_];
+    entry.load += cost;
+    std::size_t at = front_ + workers - 1;
+    while (at > front_ && ring_[(at - 1) & mask_].load > entry.load) {
+      ring_[at & mask_] = ring_[(at - 1) & mask_];
+      --at;
+    }
+    ring_[at & mask_] = entry;
+    return entry.worker;
+  }
+
+ private:
+  std::span<Entry> ring_;  // a power of two
+  std::size_t mask_;
+  std::size_t front_ = 0;
+};
+
+// Which works each worker of a group does, in order: chains through `next`, -1 at their ends.
+struct Chains {
+  std::span<std::int32_t> first;   // [workers]
+  std::span<std::int32_t> last;    // [workers]
+  std::span<std::int32_t> length;  // [workers]
+  std::span<std::int32_t> next;    // [works of the group]
+
+  void append(std::int32_t worker, std::int32_t work) noexcept {
+    next[work] = -1;
+    (length[worker] == 0 ? first[worker] : next[last[worker]]) = work;
+    last[worker] = work;
+    ++length[worker];
+  }
+};
+
+}  // namespace
+
+HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy) {
+  if (work.total_rows() > kInt32Max) {
+    fail(Reason::kSizeOverflow, "the number of query rows is {}, which does not fit 32 bits", work.total_rows());
+  }
+  const std::int64_t tokens = tile_tokens(work);
+  std::int64_t works = 0;
+  for (std::int32_t r = 0; r < work.batch(); ++r) works += ceil_div(std::int64_t{work.qo_len(r)}, tokens);
+  std::int64_t padded = works;
+  if (policy.graph) {
+    const std::int64_t batch = policy.max_batch > 0 ? policy.max_batch : work.batch();
+    if (work.batch() > batch) {
+      fail(Reason::kBatch, "the batch has {} requests, the graph was sized for {}", work.batch(), batch);
+    }
+    padded = work.qo_indptr.empty() ? batch * ceil_div(std::int64_t{work.uniform_qo_len}, tokens)
+                                    : (work.total_rows() + batch * (tokens - 1)) / tokens;
+  }
+  HopperShape shape;
+  shape.same_schedule_for_all_heads = padded > kMaxWorksPerHead;
+  const std::int64_t heads = listed_heads(shape, work);
+  if (padded * heads > kInt32Max) {
+    fail(Reason::kSizeOverflow, "the number of works is {}, which does not fit 32 bits", padded * heads);
+  }
+  shape.works = static_cast<std::int32_t>(works * heads);
+  shape.padded_works = static_cast<std::int32_t>(padded * heads);
+
+  const auto place = [&](std::int64_t elements) {
+    const std::size_t offset = shape.bytes;
+    shape.bytes +=
+        (static_cast<std::size_t>(elements) * sizeof(std::int32_t) + kAlignment - 1) / kAlignment * kAlignment;
+    return offset;
+  };
+  shape.qo_tile_indices = place(shape.padded_works);
+  shape.qo_indptr = place(shape.padded_works);
+  shape.kv_indptr = place(shape.padded_works);
+  shape.qo_len = place(shape.padded_works);
+  shape.kv_len = place(shape.padded_works);
+  shape.head_indices = place(shape.padded_works);
+  shape.work_indptr = place(std::int64_t{device.num_workers} + 1);
+  shape.batch_indices = place(shape.padded_works);
+  return shape;
+}
+
+void write_hopper(const HopperShape& shape, const DeviceProps& device, const WorkLoad& work,
+                  std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
+                  std::span<std::byte> out) {
+  if (out.size() < shape.bytes) {
+    throw Error(Status::kInternal, Reason::kBug, "the memory for a schedule is smaller than its shape");
+  }
+  const std::int32_t heads = listed_heads(shape, work);
+  const std::int32_t groups = std::gcd(device.num_workers, heads);
+  const std::int32_t group_heads = heads / groups;
+  const std::int32_t group_workers = device.num_workers / groups;
+  const std::int32_t tiles = shape.works / heads;
+  const std::int32_t group_works = shape.works / groups;
+
+  std::vector<TileWork> tile_works(2 * static_cast<std::size_t>(tiles));
+  const std::span<TileWork> unsorted(tile_works.data(), static_cast<std::size_t>(tiles));
+  const std::span<TileWork> sorted(tile_works.data() + tiles, static_cast<std::size_t>(tiles));
+  sort_tiles(work, kv_lens, unsorted, sorted);
+
+  // Scratch: the only allocations of a plan, bounded by the works of a group.
+  std::vector<LoadRing::Entry> ring_storage(std::bit_ceil(static_cast<std::size_t>(group_workers)));
+  for (std::int32_t w = 0; w < group_workers; ++w) ring_storage[w] = {.load = 0, .worker = w};
+  LoadRing ring(ring_storage);
+  std::vector<std::int32_t> scratch(3 * static_cast<std::size_t>(group_workers) + group_works);
+  const std::span<std::int32_t> words(scratch);
+  const auto workers = static_cast<std::size_t>(group_workers);
+  Chains chains{.first = words.first(workers),
+                .last = words.subspan(workers, workers),
+                .length = words.subspan(2 * workers, workers),
+                .next = words.subspan(3 * workers)};
+  std::int32_t id = 0;
+  for (const TileWork& item : sorted) {
+    for (std::int32_t h = 0; h < group_heads; ++h) chains.append(ring.assign(item.cost, workers), id++);
+  }
+
+  const auto array = [&](std::size_t offset) { return reinterpret_cast<std::int32_t*>(out.data() + offset); };
+  std::int32_t* const qo_tile = array(shape.qo_tile_indices);
+  std::int32_t* const qo_start = array(shape.qo_indptr);
+  std::int32_t* const kv_start = array(shape.kv_indptr);
+  std::int32_t* const qo_len = array(shape.qo_len);
+  std::int32_t* const kv_len = array(shape.kv_len);
+  std::int32_t* const head = array(shape.head_indices);
+  std::int32_t* const work_indptr = array(shape.work_indptr);
+  std::int32_t* const request = array(shape.batch_indices);
+  const FastDiv per_tile(static_cast<std::uint32_t>(group_heads));
+  std::int32_t at = 0;
+  for (std::int32_t w = 0; w < group_workers; ++w) {
+    work_indptr[w] = at;
+    std::int32_t next = chains.length[w] == 0 ? -1 : chains.first[w];
+    for (; next >= 0; next = chains.next[next], ++at) {
+      const auto index = static_cast<std::int32_t>(per_tile.floor(static_cast<std::uint32_t>(next)));
+      const TileWork& item = sorted[index];
+      qo_tile[at] = item.tile;
+      qo_start[at] = first_row(work, item.request);
+      kv_start[at] = kv_indptr[item.request];
+      qo_len[at] = work.qo_len(item.request);
+      kv_len[at] = kv_lens[item.request];
+      head[at] = next - index * group_heads;
+      request[at] = item.request;
+    }
+  }
+  for (std::int32_t g = 1; g < groups; ++g) {
+    const std::int32_t begin = g * group_works;
+    for (std::int32_t* const same : {qo_tile, qo_start, kv_start, qo_len, kv_len, request}) {
+      std::copy_n(same, group_works, same + begin);
+    }
+    for (std::int32_t i = 0; i < group_works; ++i) head[begin + i] = head[i] + g * group_heads;
+    for (std::int32_t w = 0; w < group_workers; ++w) work_indptr[g * group_workers + w] = work_indptr[w] + begin;
+  }
+
+  // Padding is never reached; it is written so that equal work gives equal bytes.
+  const auto pad = [&](std::size_t offset, std::int32_t used, std::int32_t capacity, std::int32_t value) {
+    const std::int32_t padded = (capacity + 3) / 4 * 4;
+    std::fill(array(offset) + used, array(offset) + padded, value);
+  };
+  for (const std::size_t offset : {shape.qo_tile_indices, shape.qo_indptr, shape.kv_indptr, shape.qo_len, shape.kv_len,
+                                   shape.head_indices, shape.batch_indices}) {
+    pad(offset, shape.works, shape.padded_works, 0);
+  }
+  pad(shape.work_indptr, device.num_workers, device.num_workers + 1, shape.works);
+}
+
+}  // namespace fiw

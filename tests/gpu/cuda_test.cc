@@ -1,0 +1,217 @@
+// What only a CUDA device can get wrong: streams, the current device, uploads in flight, K and V of different strides.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/problem.h"
+
+namespace fiw::test {
+namespace {
+
+constexpr int kDevice = 0;
+
+void check(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
+
+class OwnedStream {
+ public:
+  OwnedStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  ~OwnedStream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+  void synchronize() const { check(cudaStreamSynchronize(stream_)); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// Holds a stream back until released.
+class Gate {
+ public:
+  explicit Gate(cudaStream_t stream) {
+    check(cudaLaunchHostFunc(
+        stream, [](void* open) { static_cast<std::atomic<bool>*>(open)->wait(false); }, &open_));
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() { release(); }
+  void release() {
+    open_ = true;
+    open_.notify_all();
+  }
+
+ private:
+  std::atomic<bool> open_{false};
+};
+
+class Cuda : public testing::Test, public Seeded {
+ protected:
+  void SetUp() override {
+    if (device_count() == 0) GTEST_SKIP() << "skipped: no CUDA device";
+  }
+
+  static Case decode(std::vector<std::int32_t> kv_lens, std::int32_t qo_heads = 8, std::int32_t kv_heads = 2) {
+    return {.params = {.num_qo_heads = qo_heads, .num_kv_heads = kv_heads, .head_dim_qk = 128},
+            .qo_lens = std::vector<std::int32_t>(kv_lens.size(), 1),
+            .kv_lens = kv_lens};
+  }
+};
+
+TEST(CudaAbsent, CreateSaysThatThereIsNoDevice) {
+  if (device_count() > 0) GTEST_SKIP() << "skipped: there is a CUDA device";
+  EXPECT_TRUE(FlashInferWorkspace::compiled_with(DeviceKind::kCuda));
+  try {
+    FlashInferWorkspace::create(0, 0);
+    ADD_FAILURE() << "a workspace on no device";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::kNoDevice);
+    EXPECT_NE(std::string(error.what()).find("no CUDA device"), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(Cuda, DeviceThatDoesNotExistIsNamed) {
+  try {
+    FlashInferWorkspace::create(device_count());
+    ADD_FAILURE() << "a workspace on a device that does not exist";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::kNoDevice);
+    EXPECT_NE(std::string(error.what()).find("device_index is " + std::to_string(device_count())), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_F(Cuda, PropsAreTheDevices) {
+  const auto workspace = make_workspace(kDevice);
+  cudaDeviceProp prop{};
+  check(cudaGetDeviceProperties(&prop, kDevice));
+  const DeviceProps& props = workspace->device_props();
+  EXPECT_EQ(props.kind, DeviceKind::kCuda);
+  EXPECT_EQ(props.num_workers, prop.multiProcessorCount);
+  EXPECT_EQ(props.compute_capability, 10 * prop.major + prop.minor);
+  EXPECT_GE(props.tile_blocks_per_sm, 1);
+  EXPECT_GE(props.decode_blocks_per_sm, 1);
+}
+
+TEST_F(Cuda, UploadsInFlightAreNotOverwritten) {
+  const auto workspace = make_workspace(kDevice);
+  const OwnedStream stream;
+  std::vector<std::unique_ptr<Problem>> problems;
+  for (int i = 0; i < 64; ++i) {
+    std::vector<std::int32_t> kv_lens;
+    for (int r = 0; r < 4; ++r) kv_lens.push_back(1 + 37 * (4 * i + r) % 500);
+    problems.push_back(std::make_unique<Problem>(kDevice, decode(kv_lens), rng_));
+    problems.back()->poison_outputs();
+  }
+  synchronize(kDevice);
+  Gate gate(stream.get());
+  for (const auto& problem : problems) {
+    workspace->decode(problem->q().device(), problem->cache().device(), problem->table(),
+                      problem->description().params, problem->out().device(), problem->device_lse(), {}, stream.get());
+    // A plan that fails between two good ones leaves nothing behind.
+    AttentionParams bad = problem->description().params;
+    bad.num_kv_heads = 3;
+    EXPECT_THROW(workspace->plan_decode(problem->table(), {.params = bad}), Error);
+  }
+  gate.release();
+  stream.synchronize();
+  for (const auto& problem : problems) {
+    problem->fetch_outputs();
+    EXPECT_TRUE(problem->check());
+  }
+}
+
+TEST_F(Cuda, PlanOnOneStreamRunOnAnother) {
+  const auto workspace = make_workspace(kDevice);
+  const OwnedStream first;
+  const OwnedStream second;
+  for (int i = 0; i < 8; ++i) {
+    Problem a(kDevice, decode({1000 + i, 3, 70}), rng_);
+    Problem b(kDevice, decode({5, 4000 - i, 0, 16}), rng_);
+    a.poison_outputs();
+    b.poison_outputs();
+    synchronize(kDevice);
+    const auto call = [&](Problem& problem, cudaStream_t stream) {
+      workspace->decode(problem.q().device(), problem.cache().device(), problem.table(), problem.description().params,
+                        problem.out().device(), problem.device_lse(), {}, stream);
+    };
+    // The second call takes the first one's plan and scratch while the first may still be waiting.
+    Gate gate(first.get());
+    call(a, first.get());
+    call(b, first.get());
+    call(a, second.get());
+    call(b, second.get());
+    gate.release();
+    first.synchronize();
+    second.synchronize();
+    a.fetch_outputs();
+    b.fetch_outputs();
+    EXPECT_TRUE(a.check());
+    EXPECT_TRUE(b.check());
+  }
+}
+
+TEST_F(Cuda, DestroyingAWorkspaceWaitsForItsWork) {
+  const OwnedStream stream;
+  Problem problem(kDevice, decode({3000, 17}), rng_);
+  problem.poison_outputs();
+  synchronize(kDevice);
+  auto workspace = make_workspace(kDevice);
+  {
+    Gate gate(stream.get());
+    workspace->decode(problem.q().device(), problem.cache().device(), problem.table(), problem.description().params,
+                      problem.out().device(), problem.device_lse(), {}, stream.get());
+    std::thread opener([&] { gate.release(); });
+    workspace.reset();
+    opener.join();
+  }
+  stream.synchronize();
+  problem.fetch_outputs();
+  EXPECT_TRUE(problem.check());
+}
+
+TEST_F(Cuda, TwoWorkspacesOnTwoThreads) {
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&wrong, t] {
+      Rng rng(static_cast<std::uint64_t>(1000 + t));
+      const auto workspace = make_workspace(kDevice);
+      for (int i = 0; i < 20; ++i) {
+        Problem problem(kDevice, decode({700 + 13 * i, 1 + i, 33}), rng);
+        problem.call(*workspace);
+        if (!problem.check()) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_F(Cuda, KAndVOfDifferentStrides) {
+  const auto workspace = make_workspace(kDevice);
+  for (const auto& [qo_heads, kv_heads] : {std::pair{4, 4}, {8, 2}}) {
+    Problem problem(kDevice, decode({300, 5, 0}, qo_heads, kv_heads), rng_);
+    const KvCache whole = problem.cache().device();
+    // V moves into a pool of twice the page stride.
+    const std::size_t page_bytes = static_cast<std::size_t>(whole.v_stride.page) * size_of(whole.dtype);
+    DeviceBuffer spread(kDevice, 2 * page_bytes * static_cast<std::size_t>(whole.num_pages));
+    check(cudaMemcpy2D(spread.data(), 2 * page_bytes, whole.v, page_bytes, page_bytes,
+                       static_cast<std::size_t>(whole.num_pages), cudaMemcpyDeviceToDevice));
+    KvCache kv = whole;
+    kv.v = spread.data();
+    kv.v_stride.page *= 2;
+    problem.poison_outputs();
+    workspace->decode(problem.q().device(), kv, problem.table(), problem.description().params, problem.out().device(),
+                      problem.device_lse());
+    problem.fetch_outputs();
+    EXPECT_TRUE(problem.check());
+  }
+}
+
+}  // namespace
+}  // namespace fiw::test

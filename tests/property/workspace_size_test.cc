@@ -1,0 +1,80 @@
+// required_workspace: a fixed workspace of that size is enough for any call within its limits.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "property/random_case.h"
+
+namespace fiw::test {
+namespace {
+
+class WorkspaceSize : public testing::TestWithParam<int>, public Seeded {
+ protected:
+  WorkspaceLimits random_limits() {
+    WorkspaceLimits limits;
+    limits.params.num_kv_heads = rng_.uniform(1, 4);
+    limits.params.num_qo_heads = limits.params.num_kv_heads * rng_.uniform(1, 8);
+    limits.params.head_dim_qk = 8 * rng_.uniform(1, 20);
+    limits.params.head_dim_vo = 8 * rng_.uniform(1, 20);
+    limits.max_batch = rng_.uniform(1, 20);
+    limits.max_total_qo = rng_.chance(0.7) ? rng_.uniform(1, 200) : 0;
+    limits.max_verify_window = rng_.chance(0.7) ? rng_.uniform(1, 8) : 0;
+    limits.max_kv_len = rng_.pick({16, 300, 3000, 20000});
+    limits.page_size = rng_.pick({1, 3, 16, 128});
+    limits.kv_dtype = rng_.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3});
+    return limits;
+  }
+
+  /// Plans random work within the limits: every call reserves its scratch when it is planned.
+  void plan_within(FlashInferWorkspace& workspace, const WorkspaceLimits& limits) {
+    const std::int32_t batch = rng_.chance(0.3) ? limits.max_batch : rng_.uniform(0, limits.max_batch);
+    std::vector<std::vector<std::int32_t>> pages;
+    std::vector<std::int32_t> kv_lens;
+    std::vector<std::int32_t> qo_indptr{0};
+    for (std::int32_t r = 0; r < batch; ++r) {
+      kv_lens.push_back(rng_.chance(0.3) ? limits.max_kv_len : rng_.uniform(0, limits.max_kv_len));
+      pages.emplace_back(static_cast<std::size_t>((kv_lens.back() + limits.page_size - 1) / limits.page_size), 0);
+      const std::int32_t left = limits.max_total_qo - qo_indptr.back();
+      qo_indptr.push_back(qo_indptr.back() + rng_.pick({0, std::min(1, left), left / 2, left}));
+    }
+    const PageTable table = PageTable::from_pages(limits.page_size, 1, pages, kv_lens);
+    StepSpec spec{.params = limits.params, .kv_dtype = limits.kv_dtype, .lse = rng_.chance(0.5)};
+    spec.params.causal = rng_.chance(0.7);
+    if (rng_.chance(0.3)) spec.params.window_left = rng_.uniform(0, limits.max_kv_len);
+    spec.sinks = rng_.chance(0.2);
+    spec.custom_mask = rng_.chance(0.2);
+    workspace.plan_decode(table, spec);
+    if (limits.max_total_qo > 0) workspace.plan_prefill(qo_indptr, table, spec);
+    if (limits.max_verify_window > 0) workspace.plan_verify(rng_.uniform(1, limits.max_verify_window), table, spec);
+  }
+};
+
+TEST_P(WorkspaceSize, SufficesForAnyCallWithinTheLimits) {
+  for (int i = 0; i < 60; ++i) {
+    const WorkspaceLimits limits = random_limits();
+    WorkspaceOptions options{.fixed_size = true, .limits = limits, .num_threads = rng_.pick({1, 2, 7})};
+    options.plan.batch_invariant = rng_.chance(0.3);
+    options.plan.fixed_split_tokens = rng_.pick({16, 64, 500});
+    const auto workspace = make_workspace(GetParam(), options);
+    const std::size_t required =
+        FlashInferWorkspace::required_workspace(workspace->device_props(), limits, options.plan);
+    for (int call = 0; call < 20; ++call) {
+      ASSERT_NO_THROW(plan_within(*workspace, limits))
+          << "heads " << limits.params.num_qo_heads << "/" << limits.params.num_kv_heads << ", head dims "
+          << limits.params.head_dim_qk << "/" << limits.params.head_dim_vo << ", max_batch " << limits.max_batch
+          << ", max_total_qo " << limits.max_total_qo << ", max_verify_window " << limits.max_verify_window
+          << ", max_kv_len " << limits.max_kv_len << ", page_size " << limits.page_size << ", threads "
+          << options.num_threads << ", batch-invariant " << options.plan.batch_invariant << " at "
+          << options.plan.fixed_split_tokens << ", workspace of " << required << " bytes";
+    }
+    EXPECT_LE(workspace->stats().float_scratch_peak, required);
+    EXPECT_LE(workspace->stats().float_scratch_bytes, required);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, WorkspaceSize, testing::ValuesIn(compiled_devices()), device_test_name);
+
+}  // namespace
+}  // namespace fiw::test

@@ -1,0 +1,57 @@
+// Host allocations for the tools' tensors, and opening a workspace with a message when there is none.
+#include "device.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <new>
+
+#include "fiw/error.h"
+
+namespace fiw::cli {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};
+
+}  // namespace
+
+Buffer::Buffer(std::size_t bytes) : memory_(::operator new(bytes, kAlignment, std::nothrow)), bytes_(bytes) {
+  if (!memory_) {
+    throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for a block of {} bytes", bytes))
+        .needs(bytes);
+  }
+}
+
+void Buffer::Free::operator()(void* memory) const noexcept { ::operator delete(memory, kAlignment); }
+
+void Buffer::poison() noexcept { std::memset(data(), 0xFF, bytes_); }
+
+OwnedTensor::OwnedTensor(DType dtype, std::int64_t rows, std::int64_t heads, std::int64_t dim)
+    : memory(static_cast<std::size_t>(rows * heads * dim) * size_of(dtype)),
+      view(memory.data(), dtype, rows, heads, dim) {}
+
+Tensor OwnedTensor::rows(std::int64_t count) const noexcept {
+  Tensor result = view;
+  result.rows = count;
+  return result;
+}
+
+OwnedKvCache::OwnedKvCache(DType dtype, std::int64_t num_pages, std::int32_t page_size, std::int32_t num_kv_heads,
+                           std::int32_t head_dim, KvLayout layout)
+    : k(static_cast<std::size_t>(num_pages) * page_size * num_kv_heads * head_dim * size_of(dtype)),
+      v(k.bytes()),
+      view(KvCache::contiguous(k.data(), v.data(), dtype, layout, num_pages, page_size, num_kv_heads, head_dim)) {
+  k.poison();
+  v.poison();
+}
+
+std::unique_ptr<FlashInferWorkspace> open_workspace(int device, const WorkspaceOptions& options) {
+  auto workspace = FlashInferWorkspace::create(device, options);
+  if (!workspace) {
+    throw Error(Status::kUnavailable, Reason::kBackendNotBuilt,
+                fmt::format("device {}: this build has no CUDA backend; -1 is the CPU", device));
+  }
+  return workspace;
+}
+
+}  // namespace fiw::cli

@@ -1,0 +1,131 @@
+// One step: build the page tables, plan each kind of call once, then append and attend layer by layer.
+#include "engine.h"
+
+namespace fiw::cli {
+
+Engine::Engine(const EngineOptions& options, const Scheduler& scheduler)
+    : options_(options), scheduler_(scheduler), data_(options.seed, options.params) {
+  const SchedulerOptions& batching = scheduler.options();
+  const AttentionParams& params = options.params;
+  spec_.params = params;
+  spec_.q_dtype = options.dtype;
+  spec_.kv_dtype = options.kv_dtype;
+  spec_.lse = true;
+
+  WorkspaceLimits limits;
+  limits.params = params;
+  limits.max_batch = batching.max_batch;
+  limits.max_total_qo = batching.token_budget;
+  limits.max_verify_window = batching.speculate > 0 ? batching.speculate + 1 : 0;
+  limits.max_kv_len = options.max_kv_len;
+  limits.page_size = batching.page_size;
+  limits.kv_dtype = options.kv_dtype;
+  WorkspaceOptions workspace_options;
+  workspace_options.limits = limits;
+  workspace_options.num_threads = options.threads;
+  workspace_ = open_workspace(options.device, workspace_options);
+  required_workspace_ = FlashInferWorkspace::required_workspace(workspace_->device_props(), limits);
+
+  for (std::int32_t layer = 0; layer < options.layers; ++layer) {
+    OwnedKvCache& cache = caches_.emplace_back(options.kv_dtype, batching.num_pages, batching.page_size,
+                                               params.num_kv_heads, params.head_dim_qk);
+    if (is_fp8(options.kv_dtype)) cache.view.k_scale = cache.view.v_scale = kReplayFp8Scale;
+  }
+  const std::int64_t rows = batching.token_budget;
+  q_ = OwnedTensor(options.dtype, rows, params.num_qo_heads, params.head_dim_qk);
+  k_ = OwnedTensor(options.dtype, rows, params.num_kv_heads, params.head_dim_qk);
+  v_ = OwnedTensor(options.dtype, rows, params.num_kv_heads, params.head_dim_qk);
+  out_ = OwnedTensor(options.dtype, rows, params.num_qo_heads, params.head_dim_qk);
+  lse_ = Buffer(static_cast<std::size_t>(rows) * params.num_qo_heads * sizeof(float));
+}
+
+std::size_t Engine::cache_bytes() const noexcept {
+  return caches_.empty() ? 0 : caches_.size() * (caches_.front().k.bytes() + caches_.front().v.bytes());
+}
+
+StepTimes Engine::run(const ScheduledStep& step, RowCheck* check, ChromeTrace* trace) {
+  StepTimes times;
+  const Clock::time_point start = Clock::now();
+  prefill_.spans.clear();
+  for (const PrefillChunk& chunk : step.prefill) prefill_.spans.push_back({chunk.request, chunk.start, chunk.count});
+  decode_.spans.clear();
+  for (const std::int32_t r : step.decode) {
+    decode_.spans.push_back({r, scheduler_.state(r).kv_len - step.window, step.window});
+  }
+  lay_out(prefill_);
+  lay_out(decode_);
+  if (prefill_.rows() > 0) prefill_.plan = workspace_->plan_prefill(prefill_.qo_indptr, prefill_.table, spec_);
+  if (decode_.rows() > 0 && step.window == 1) decode_.plan = workspace_->plan_decode(decode_.table, spec_);
+  if (decode_.rows() > 0 && step.window > 1) decode_.plan = workspace_->plan_verify(step.window, decode_.table, spec_);
+  const Clock::time_point planned = Clock::now();
+  times.plan = planned - start;
+  if (trace != nullptr) trace->span("plan", "plan", start, planned);
+
+  for (std::int32_t layer = 0; layer < options_.layers; ++layer) {
+    if (prefill_.rows() > 0) run_layer(Work::kPrefill, prefill_, step.index, layer, times, check, trace);
+    if (decode_.rows() > 0) run_layer(Work::kDecode, decode_, step.index, layer, times, check, trace);
+  }
+  if (trace != nullptr) {
+    trace->span("step", "step", start, Clock::now(),
+                {{"index", step.index},
+                 {"prefill_requests", prefill_.spans.size()},
+                 {"prefill_rows", prefill_.rows()},
+                 {"decode_requests", decode_.spans.size()},
+                 {"decode_rows", decode_.rows()}});
+    trace->counters("pages", start, {{"used", scheduler_.pool().used()}});
+    trace->counters("rows", start, {{"prefill", prefill_.rows()}, {"decode", decode_.rows()}});
+  }
+  return times;
+}
+
+void Engine::lay_out(Group& group) const {
+  const SchedulerOptions& batching = scheduler_.options();
+  group.qo_indptr.assign(1, 0);
+  group.kv_indptr.assign(1, 0);
+  group.indices.clear();
+  group.last_page_len.clear();
+  group.kv_lens.clear();
+  for (const RowSpan& span : group.spans) {
+    const RequestState& state = scheduler_.state(span.request);
+    group.qo_indptr.push_back(group.qo_indptr.back() + span.count);
+    group.indices.insert(group.indices.end(), state.pages.begin(), state.pages.end());
+    group.kv_indptr.push_back(static_cast<std::int32_t>(group.indices.size()));
+    group.last_page_len.push_back((state.kv_len - 1) % batching.page_size + 1);
+    group.kv_lens.push_back(state.kv_len);
+  }
+  group.table = PageTable::from_csr(batching.page_size, batching.num_pages, group.kv_indptr, group.indices,
+                                    group.last_page_len, group.kv_lens);
+}
+
+void Engine::run_layer(Work work, const Group& group, std::int64_t step, std::int32_t layer, StepTimes& times,
+                       RowCheck* check, ChromeTrace* trace) {
+  const Tensor q = q_.rows(group.rows());
+  const Tensor k = k_.rows(group.rows());
+  const Tensor v = v_.rows(group.rows());
+  const Tensor out = out_.rows(group.rows());
+  for (std::size_t i = 0; i < group.spans.size(); ++i) {
+    const RowSpan& span = group.spans[i];
+    data_.write_kv(scheduler_, span.request, span.start, span.count, layer, k, v, group.qo_indptr[i]);
+    data_.write_q(scheduler_, span.request, span.start, span.count, layer, q, group.qo_indptr[i]);
+  }
+
+  const KvCache& cache = caches_[layer].view;
+  const Clock::time_point start = Clock::now();
+  workspace_->append_kv(k, v, group.qo_indptr, cache, group.table);
+  const Clock::time_point appended = Clock::now();
+  group.plan.run(q, cache, out, lse_.as<float>());
+  const Clock::time_point attended = Clock::now();
+
+  times.append += appended - start;
+  (work == Work::kPrefill ? times.prefill : times.decode) += attended - appended;
+  if (trace != nullptr) {
+    const nlohmann::json args = {{"layer", layer}, {"rows", group.rows()}};
+    trace->span("append", "append", start, appended, args);
+    trace->span(work == Work::kPrefill ? "prefill" : "decode", "attention", appended, attended, args);
+  }
+  if (check != nullptr) {
+    check->check(work, scheduler_, data_, step, layer, group.spans, q, out, lse_.as<float>());
+  }
+}
+
+}  // namespace fiw::cli

@@ -1,0 +1,98 @@
+// `fiw info`: what this build holds and what this machine offers.
+// clang-format off
+#include "cpu/targets.h"  // before any Highway header
+// clang-format on
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <hwy/highway.h>
+#include <hwy/targets.h>
+
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "commands.h"
+#include "device.h"
+#include "fiw/workspace.h"
+#include "table.h"
+
+namespace fiw::cli {
+namespace {
+
+/// Highway numbers better targets lower.
+std::vector<std::string> target_names(std::int64_t targets) {
+  std::vector<std::string> names;
+  for (; targets != 0; targets &= targets - 1) names.emplace_back(hwy::TargetName(targets & -targets));
+  return names;
+}
+
+nlohmann::json collect() {
+  const std::int64_t compiled = HWY_TARGETS;
+  const std::int64_t available = compiled & hwy::SupportedTargets();
+  const auto workspace = open_workspace(kCpuDevice, {});
+  const WorkspaceOptions options;
+  const PlanOptions& plan = options.plan;
+  nlohmann::json backends = nlohmann::json::array({"cpu"});
+  if (FlashInferWorkspace::compiled_with(DeviceKind::kCuda)) backends.push_back("cuda");
+  return {{"version", FIW_VERSION},
+          {"backends", backends},
+          {"simd",
+           {{"compiled", target_names(compiled)},
+            {"available", target_names(available)},
+            {"chosen", hwy::TargetName(available & -available)}}},
+          {"devices", {{{"index", kCpuDevice}, {"kind", "cpu"}, {"workers", workspace->device_props().num_workers}}}},
+          {"defaults",
+           {{"float_scratch_bytes", workspace->stats().float_scratch_bytes},
+            {"cache_entries", options.cache_entries},
+            {"fixed_size", options.fixed_size},
+            {"batch_invariant", plan.batch_invariant},
+            {"fixed_split_tokens", plan.fixed_split_tokens},
+            {"verify_cuda_graph", workspace->verify_cuda_graph()}}}};
+}
+
+void print(const nlohmann::json& info) {
+  const auto list = [](const nlohmann::json& names) {
+    return fmt::format("{}", fmt::join(names.get<std::vector<std::string>>(), ", "));
+  };
+  const nlohmann::json& simd = info["simd"];
+  const nlohmann::json& defaults = info["defaults"];
+  Table table({{"", Table::Align::kLeft}, {"", Table::Align::kLeft}});
+  table.add({"version", info["version"].get<std::string>()});
+  table.add({"backends", list(info["backends"])});
+  table.add({"SIMD compiled in", list(simd["compiled"])});
+  table.add({"SIMD available", list(simd["available"])});
+  table.add({"SIMD chosen", simd["chosen"].get<std::string>()});
+  for (const nlohmann::json& device : info["devices"]) {
+    table.add({fmt::format("device {}", device["index"].get<int>()),
+               fmt::format("{}, {} threads", device["kind"].get<std::string>(), device["workers"].get<int>())});
+  }
+  table.add({"float scratch", fmt::format("{} bytes at first, {}", defaults["float_scratch_bytes"].get<std::size_t>(),
+                                          defaults["fixed_size"].get<bool>() ? "fixed" : "grows")});
+  table.add({"plan cache", fmt::format("{} entries a kind", defaults["cache_entries"].get<int>())});
+  table.add(
+      {"batch-invariant split", fmt::format("{}, {} tokens", defaults["batch_invariant"].get<bool>() ? "on" : "off",
+                                            defaults["fixed_split_tokens"].get<int>())});
+  table.add({"verify graphs", defaults["verify_cuda_graph"].get<bool>() ? "on" : "off"});
+  table.print(std::cout);
+}
+
+}  // namespace
+
+void add_info_command(CLI::App& app, int& exit_code) {
+  CLI::App& info = *app.add_subcommand("info", "Show version, backends, SIMD targets, devices and defaults");
+  const auto json = std::make_shared<bool>(false);
+  info.add_flag("--json", *json, "As JSON");
+  info.callback([json, &exit_code] {
+    const nlohmann::json collected = collect();
+    if (*json) {
+      std::cout << collected.dump(2) << '\n';
+    } else {
+      print(collected);
+    }
+    exit_code = kExitOk;
+  });
+}
+
+}  // namespace fiw::cli

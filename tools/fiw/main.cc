@@ -1,0 +1,47 @@
+// Entry point of `fiw`: parses the command line, turns exceptions into messages and exit codes.
+#include <fmt/format.h>
+
+#include <exception>
+
+#include "commands.h"
+#include "fiw/error.h"
+
+namespace fiw::cli {
+namespace {
+
+int run(int argc, char** argv) {
+  CLI::App app(
+      "Paged attention for LLM inference engines, from the command line.\n"
+      "Results go to stdout, everything else to stderr.\n"
+      "Exit codes: 0 all is well, 1 something failed, 2 the command line makes no sense.",
+      "fiw");
+  app.set_version_flag("--version", FIW_VERSION);
+  app.require_subcommand(1);
+  app.option_defaults()->always_capture_default();
+
+  int exit_code = kExitOk;
+  add_info_command(app, exit_code);
+  add_check_command(app, exit_code);
+  add_replay_command(app, exit_code);
+  add_bench_command(app, exit_code);
+  try {
+    app.parse(argc, argv);
+    return exit_code;
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  } catch (const UsageError& error) {
+    fmt::print(stderr, "fiw: {}\n", error.what());
+    return kExitUsage;
+  } catch (const Error& error) {
+    fmt::print(stderr, "fiw: {}\n", error.what());
+    return error.reason() == Reason::kOptions ? kExitUsage : kExitFailure;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "fiw: {}\n", error.what());
+    return kExitFailure;
+  }
+}
+
+}  // namespace
+}  // namespace fiw::cli
+
+int main(int argc, char** argv) { return fiw::cli::run(argc, argv); }

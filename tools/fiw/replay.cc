@@ -1,0 +1,341 @@
+// `fiw replay`: a serving trace through continuous batching and paged attention, with the figures at the end.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "commands.h"
+#include "engine.h"
+#include "fiw/error.h"
+#include "flags.h"
+#include "perfetto.h"
+#include "progress.h"
+#include "row_check.h"
+#include "scheduler.h"
+#include "table.h"
+#include "trace.h"
+
+namespace fiw::cli {
+namespace {
+
+constexpr const char* kReplayHelp =
+    "Replays a serving trace: continuous batching over a paged KV cache, with real attention in every layer.\n\n"
+    "TRACE is either form, told apart by its first line:\n"
+    "  Azure CSV            TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "  Mooncake JSON lines  {\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \"hash_ids\": [...]},\n"
+    "                       one id for every 512 prompt tokens; prompts that start with equal ids share pages.\n\n"
+    "Requests are served in order of arrival, each as soon as there is room: arrival times give the order only.\n"
+    "Each step decodes one token (or one speculative window) for every request in flight and fills the rest of the\n"
+    "token budget with chunks of prompts. Admission reserves the pages a request can need at worst, so nothing is\n"
+    "preempted and nothing deadlocks; a request that could never fit the pool is rejected and counted.\n"
+    "q, K and V are made up from --seed; the time to make them and to check rows is not part of any figure but\n"
+    "the wall time.";
+
+struct ReplayOptions {
+  std::string trace;
+  std::int64_t requests = 100;
+  EngineOptions engine;
+  HeadCounts heads;
+  std::int32_t head_dim = 128;
+  SchedulerOptions batching;
+  std::int64_t verify = 0;
+  std::string trace_out;
+  bool simulate = false;
+  bool json = false;
+};
+
+struct ReplayTimes {
+  StepTimes sum;
+  std::vector<double> steps_ms;
+  double wall_s = 0.0;
+};
+
+double seconds(StepTimes::Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+/// Nearest rank; `sorted` is ascending.
+double percentile(const std::vector<double>& sorted, double percent) {
+  if (sorted.empty()) return 0.0;
+  const double rank = std::ceil(percent / 100.0 * static_cast<double>(sorted.size()));
+  return sorted[static_cast<std::size_t>(std::max(rank, 1.0)) - 1];
+}
+
+Trace load(const ReplayOptions& options, std::size_t& in_file) {
+  Trace trace = read_trace_file(options.trace);
+  in_file = trace.requests.size();
+  if (options.requests > 0 && std::cmp_less(options.requests, in_file)) {
+    trace.requests.resize(static_cast<std::size_t>(options.requests));
+  }
+  return trace;
+}
+
+/// Warns about requests that cannot fit; an error when none can.
+void report_rejected(const Scheduler& scheduler, std::size_t requests) {
+  const auto rejected = scheduler.rejected();
+  if (rejected.empty()) return;
+  const TraceRequest& first = scheduler.request(rejected.front());
+  const std::string message = fmt::format(
+      "{} of {} requests need more than the pool's {} pages; the first is request {}: {} + {} tokens, {} pages",
+      rejected.size(), requests, scheduler.pool().num_pages(), rejected.front(), first.prompt_tokens,
+      first.output_tokens, scheduler.worst_case_pages(first));
+  if (rejected.size() == requests) throw Error(Status::kInvalidArgument, Reason::kTableSize, message);
+  fmt::print(stderr, "rejected: {}\n", message);
+}
+
+/// What the whole run will compute; scheduling alone is fast and always comes out the same.
+SchedulerTotals rehearse(const Trace& trace, const SchedulerOptions& options) {
+  Scheduler scheduler(trace.requests, options);
+  ScheduledStep step;
+  while (scheduler.next(step)) scheduler.finish(step);
+  return scheduler.totals();
+}
+
+void run_steps(Scheduler& scheduler, Engine& engine, RowCheck* check, ChromeTrace* chrome,
+               const SchedulerTotals& expected, ReplayTimes& times) {
+  const auto begin = std::chrono::steady_clock::now();
+  Progress progress;
+  ScheduledStep step;
+  while (scheduler.next(step)) {
+    const StepTimes spent = engine.run(step, check, chrome);
+    scheduler.finish(step);
+    times.sum.plan += spent.plan;
+    times.sum.append += spent.append;
+    times.sum.prefill += spent.prefill;
+    times.sum.decode += spent.decode;
+    times.steps_ms.push_back(seconds(spent.total()) * 1e3);
+    progress.update([&] {
+      const SchedulerTotals& totals = scheduler.totals();
+      return fmt::format("step {} of {}: {} requests done, {} in flight, {} of {} pages, {:.0f} s", totals.steps,
+                         expected.steps, totals.finished, scheduler.running(), scheduler.pool().used(),
+                         scheduler.pool().num_pages(), seconds(std::chrono::steady_clock::now() - begin));
+    });
+  }
+  times.wall_s = seconds(std::chrono::steady_clock::now() - begin);
+}
+
+nlohmann::json to_json(const CacheStats& stats) {
+  return {{"hits", stats.hits}, {"misses", stats.misses}, {"evictions", stats.evictions}};
+}
+
+/// What scheduling alone decides.
+nlohmann::json scheduling_results(const ReplayOptions& options, const Trace& trace, std::size_t in_file,
+                                  const Scheduler& scheduler) {
+  const SchedulerTotals& totals = scheduler.totals();
+  return {{"trace", options.trace},
+          {"form", to_string(trace.form)},
+          {"requests",
+           {{"in_file", in_file},
+            {"replayed", trace.requests.size()},
+            {"served", totals.finished},
+            {"rejected", scheduler.rejected().size()}}},
+          {"tokens",
+           {{"prompt", totals.prompt_tokens},
+            {"prompt_shared", totals.shared_tokens},
+            {"generated", totals.generated_tokens}}},
+          {"speculation",
+           {{"drafts", options.batching.speculate},
+            {"proposed", totals.draft_tokens},
+            {"accepted", totals.accepted_tokens}}},
+          {"steps", totals.steps},
+          {"pages",
+           {{"pool", scheduler.pool().num_pages()},
+            {"size", options.batching.page_size},
+            {"peak", scheduler.pool().peak_used()},
+            {"shared", totals.shared_pages}}}};
+}
+
+/// What computing adds.
+void add_engine_results(const ReplayOptions& options, const SchedulerTotals& totals, const Engine& engine,
+                        const RowCheck& check, ReplayTimes& times, nlohmann::json& results) {
+  std::sort(times.steps_ms.begin(), times.steps_ms.end());
+  const WorkspaceStats stats = engine.workspace().stats();
+  const double total_s = seconds(times.sum.total());
+  const auto computed = totals.prompt_tokens - totals.shared_tokens + totals.generated_tokens;
+  results["layers"] = options.engine.layers;
+  results["cache_bytes"] = engine.cache_bytes();
+  results["plans"] = {
+      {"decode", to_json(stats.decode)}, {"prefill", to_json(stats.prefill)}, {"verify", to_json(stats.verify)}};
+  results["seconds"] = {{"planning", seconds(times.sum.plan)},
+                        {"append", seconds(times.sum.append)},
+                        {"prefill_attention", seconds(times.sum.prefill)},
+                        {"decode_attention", seconds(times.sum.decode)},
+                        {"attention", seconds(times.sum.attention())},
+                        {"steps", total_s},
+                        {"wall", times.wall_s}};
+  results["tokens_per_second"] = total_s > 0.0 ? static_cast<double>(computed) / total_s : 0.0;
+  results["step_ms"] = {{"p50", percentile(times.steps_ms, 50)},
+                        {"p90", percentile(times.steps_ms, 90)},
+                        {"p99", percentile(times.steps_ms, 99)}};
+  results["scratch_bytes"] = {{"peak", stats.float_scratch_peak}, {"required", engine.required_workspace()}};
+  results["verify"] = {{"rows", check.checked_rows()},
+                       {"values", check.out_errors().compared() + check.lse_errors().compared()},
+                       {"largest_error_out", check.out_errors().largest()},
+                       {"largest_error_lse", check.lse_errors().largest()},
+                       {"tolerance_out_absolute", check.out_errors().tolerance().absolute},
+                       {"tolerance_out_relative", check.out_errors().tolerance().relative},
+                       {"tolerance_lse", check.lse_errors().tolerance().absolute},
+                       {"ok", check.ok()}};
+}
+
+std::string megabytes(const nlohmann::json& bytes) { return fmt::format("{:.1f} MB", bytes.get<double>() / 1e6); }
+
+void print_table(const ReplayOptions& options, const nlohmann::json& r) {
+  Table table({{"", Table::Align::kLeft}, {"", Table::Align::kLeft}});
+  const auto number = [](const nlohmann::json& value) { return value.get<std::int64_t>(); };
+  table.add({"trace", fmt::format("{} ({})", r["trace"].get<std::string>(), r["form"].get<std::string>())});
+  table.add({"requests", fmt::format("{} served, {} rejected, of {} in the file", number(r["requests"]["served"]),
+                                     number(r["requests"]["rejected"]), number(r["requests"]["in_file"]))});
+  table.add({"prompt tokens", fmt::format("{}, {} of them shared", number(r["tokens"]["prompt"]),
+                                          number(r["tokens"]["prompt_shared"]))});
+  table.add({"generated tokens", fmt::format("{}", number(r["tokens"]["generated"]))});
+  if (options.batching.speculate > 0) {
+    table.add({"draft tokens", fmt::format("{}, {} of them accepted", number(r["speculation"]["proposed"]),
+                                           number(r["speculation"]["accepted"]))});
+  }
+  table.add({"steps", fmt::format("{}", number(r["steps"]))});
+  table.add({"pages of " + fmt::format("{}", number(r["pages"]["size"])),
+             fmt::format("{} of {} at the peak, {} shared", number(r["pages"]["peak"]), number(r["pages"]["pool"]),
+                         number(r["pages"]["shared"]))});
+  if (!options.simulate) {
+    const nlohmann::json& s = r["seconds"];
+    const auto plans = [&](const char* kind) {
+      const nlohmann::json& stats = r["plans"][kind];
+      table.add({fmt::format("{} plans", kind),
+                 fmt::format("{} hits, {} misses", number(stats["hits"]), number(stats["misses"]))});
+    };
+    table.add(
+        {"model", fmt::format("{} layers, heads {}/{}, head dim {}, {}, cache {} ({})", options.engine.layers,
+                              options.heads.qo, options.heads.kv, options.head_dim, short_name(options.engine.dtype),
+                              short_name(options.engine.kv_dtype), megabytes(r["cache_bytes"]))});
+    plans("prefill");
+    plans(options.batching.speculate > 0 ? "verify" : "decode");
+    table.add({"planning", fmt::format("{:.3f} s, {:.1f} us a step", s["planning"].get<double>(),
+                                       s["planning"].get<double>() * 1e6 / r["steps"].get<double>())});
+    table.add({"append", fmt::format("{:.3f} s", s["append"].get<double>())});
+    table.add({"attention", fmt::format("{:.3f} s: {:.3f} prefill, {:.3f} decode", s["attention"].get<double>(),
+                                        s["prefill_attention"].get<double>(), s["decode_attention"].get<double>())});
+    table.add(
+        {"step time", fmt::format("p50 {:.2f} ms, p90 {:.2f} ms, p99 {:.2f} ms", r["step_ms"]["p50"].get<double>(),
+                                  r["step_ms"]["p90"].get<double>(), r["step_ms"]["p99"].get<double>())});
+    table.add({"throughput", fmt::format("{:.0f} tokens/s through all layers", r["tokens_per_second"].get<double>())});
+    table.add({"scratch", fmt::format("{} at the peak, {} allowed for", megabytes(r["scratch_bytes"]["peak"]),
+                                      megabytes(r["scratch_bytes"]["required"]))});
+    table.add({"wall time", fmt::format("{:.1f} s, making up and checking data included", s["wall"].get<double>())});
+    const nlohmann::json& v = r["verify"];
+    if (options.verify > 0) {
+      table.add({"verified rows",
+                 fmt::format("{}, all heads of each: {}", number(v["rows"]), v["ok"].get<bool>() ? "ok" : "WRONG")});
+      table.add(
+          {"largest error", fmt::format("out {:.2e} (allowed {:.0e} + {:.4f} |out|), lse {:.2e} (allowed {:.0e})",
+                                        v["largest_error_out"].get<double>(), v["tolerance_out_absolute"].get<double>(),
+                                        v["tolerance_out_relative"].get<double>(), v["largest_error_lse"].get<double>(),
+                                        v["tolerance_lse"].get<double>())});
+    }
+  }
+  table.print(std::cout);
+}
+
+int run_replay(ReplayOptions options) {
+  std::size_t in_file = 0;
+  const Trace trace = load(options, in_file);
+  options.batching.seed = options.engine.seed;
+  AttentionParams& params = options.engine.params;
+  params.num_qo_heads = options.heads.qo;
+  params.num_kv_heads = options.heads.kv;
+  params.head_dim_qk = params.head_dim_vo = options.head_dim;
+
+  Scheduler scheduler(trace.requests, options.batching);
+  report_rejected(scheduler, trace.requests.size());
+  bool ok = true;
+  nlohmann::json results;
+  if (options.simulate) {
+    ScheduledStep step;
+    while (scheduler.next(step)) scheduler.finish(step);
+    results = scheduling_results(options, trace, in_file, scheduler);
+  } else {
+    for (const TraceRequest& request : trace.requests) {
+      if (scheduler.worst_case_pages(request) > options.batching.num_pages) continue;
+      options.engine.max_kv_len = std::max(options.engine.max_kv_len,
+                                           request.prompt_tokens + request.output_tokens + options.batching.speculate);
+    }
+    const SchedulerTotals expected = rehearse(trace, options.batching);
+    Engine engine(options.engine, scheduler);
+    RowCheck check(options.verify, expected, options.engine.layers, params, options.engine.dtype, options.engine.seed);
+    std::unique_ptr<ChromeTrace> chrome;
+    if (!options.trace_out.empty()) chrome = std::make_unique<ChromeTrace>(options.trace_out);
+    ReplayTimes times;
+    run_steps(scheduler, engine, options.verify > 0 ? &check : nullptr, chrome.get(), expected, times);
+    if (chrome) chrome->close();
+    results = scheduling_results(options, trace, in_file, scheduler);
+    add_engine_results(options, scheduler.totals(), engine, check, times, results);
+    ok = check.ok();
+    if (!ok) fmt::print(stderr, "verify: out of tolerance, first in {}\n", check.first_failure());
+  }
+  if (options.json) {
+    std::cout << results.dump(2) << '\n';
+  } else {
+    print_table(options, results);
+  }
+  return ok ? kExitOk : kExitFailure;
+}
+
+}  // namespace
+
+void add_replay_command(CLI::App& app, int& exit_code) {
+  CLI::App& replay = *app.add_subcommand("replay", "Replay a serving trace through paged attention");
+  replay.description(kReplayHelp);
+  const auto options = std::make_shared<ReplayOptions>();
+  replay.add_option("TRACE", options->trace, "Trace file")->required();
+  replay.add_option("--requests", options->requests, "Replay only the first N requests; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
+
+  replay.option_defaults()->group("Model");
+  replay.add_option("--layers", options->engine.layers, "Layers, each with its own KV cache")
+      ->check(CLI::Range(1, 1024))
+      ->type_name("N");
+  add_heads_flag(replay, options->heads);
+  add_head_dim_flag(replay, options->head_dim);
+  add_dtype_flag(replay, "--dtype", options->engine.dtype, false, "Element type of q, new K and V, and the output");
+  add_dtype_flag(replay, "--kv-dtype", options->engine.kv_dtype, true, "Element type of the KV cache");
+  replay.option_defaults()->group("Batching");
+  replay.add_option("--page-size", options->batching.page_size, "Tokens a page")
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("N");
+  replay.add_option("--pages", options->batching.num_pages, "Pages in the pool, shared by all requests")
+      ->check(CLI::Range(1, 1 << 28))
+      ->type_name("N");
+  replay.add_option("--max-batch", options->batching.max_batch, "Requests in flight")
+      ->check(CLI::Range(1, 1 << 16))
+      ->type_name("N");
+  replay.add_option("--token-budget", options->batching.token_budget, "Query tokens a step")
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("N");
+  replay.add_option("--speculate", options->batching.speculate, "Draft tokens: decode by windows of K+1; 0: off")
+      ->check(CLI::Range(0, 63))
+      ->type_name("K");
+  replay.add_option("--acceptance", options->batching.acceptance, "Chance that the next draft token is accepted")
+      ->check(CLI::Range(0.0, 1.0))
+      ->type_name("P");
+  replay.option_defaults()->group("Run");
+  replay.add_option("--verify", options->verify, "Recompute N random output rows; exit 1 if one is out of tolerance")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
+  replay.add_option("--seed", options->engine.seed, "Seed of all made-up data")->type_name("N");
+  add_device_flag(replay, options->engine.device);
+  add_threads_flag(replay, options->engine.threads);
+  replay.add_flag("--simulate", options->simulate, "Schedule only: no attention, no cache memory");
+  replay.add_option("--trace-out", options->trace_out, "Write a Chrome/Perfetto trace of the steps")->type_name("FILE");
+  replay.add_flag("--json", options->json, "Results as JSON");
+  replay.callback([options, &exit_code] {
+    if (options->simulate && (options->verify > 0 || !options->trace_out.empty())) {
+      throw UsageError("--simulate computes nothing, so it does not go with --verify or --trace-out");
+    }
+    exit_code = run_replay(*options);
+  });
+}
+
+}  // namespace fiw::cli
