@@ -51,4 +51,4 @@ endif()
 add_library(fiw_flashinfer INTERFACE)
 target_include_directories(fiw_flashinfer SYSTEM INTERFACE
   ${flashinfer_data}/cccl/libcudacxx/include ${flashinfer_data}/cccl/cub ${flashinfer_data}/cccl/thrust
-  ${flashinfer_data}/include ${flashinfer_data}/cutlass/include)
+  ${flashinfer_data}/include ${flashinfer_data}/cutlass/include ${flashinfer_data}/cutlass/tools/util/include)

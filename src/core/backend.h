@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 
@@ -25,9 +26,11 @@ struct RouteRequest {
   std::int32_t page_size = 1;
   std::int32_t max_qo_len = 1;  ///< most query rows of one request
   std::int64_t total_rows = 0;
+  std::int64_t total_kv = 0;  ///< tokens of K and V that a prefill call reads
   std::int32_t batch = 0;
   bool paged = true;  ///< false: ragged K/V
   bool graph = false;
+  std::size_t scratch_limit = std::numeric_limits<std::size_t>::max();  ///< what a workspace of fixed size holds
   bool any_qo_len = false;  ///< batch-invariant calls: the route must not depend on the query lengths in the batch
 };
 

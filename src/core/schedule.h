@@ -25,6 +25,22 @@ inline constexpr std::int32_t kCpuTileRows = 256;
 /// Most query tokens a request that kCpuStream takes; bounds the scratch it can ask for.
 inline constexpr std::int32_t kCpuStreamMaxQoLen = 64;
 
+/// Sizes and byte offsets of a Hopper schedule: one work list an SM, work_indptr delimiting them.
+struct HopperShape {
+  std::int32_t works = 0;
+  std::int32_t padded_works = 0;
+  bool same_schedule_for_all_heads = false;
+  std::size_t qo_tile_indices = 0;
+  std::size_t qo_indptr = 0;
+  std::size_t kv_indptr = 0;
+  std::size_t qo_len = 0;
+  std::size_t kv_len = 0;
+  std::size_t head_indices = 0;
+  std::size_t work_indptr = 0;  ///< [num_workers + 1]
+  std::size_t batch_indices = 0;
+  std::size_t bytes = 0;
+};
+
 /// Sizes and byte offsets of one split-KV schedule (every family but kHopper). Offsets are 16-byte aligned.
 ///
 /// Items: (request, query tile, KV chunk) triples. Partial rows: a request that is cut into n chunks writes n partial
@@ -55,22 +71,9 @@ struct ScheduleShape {
   std::size_t total_num_rows = 0;    ///< [1]
   std::size_t block_valid_mask = 0;  ///< [padded_items], 1 for a real item; only under a graph
   std::size_t bytes = 0;             ///< all of the above
-};
 
-/// Sizes and byte offsets of a Hopper schedule: one work list an SM, work_indptr delimiting them.
-struct HopperShape {
-  std::int32_t works = 0;
-  std::int32_t padded_works = 0;
-  bool same_schedule_for_all_heads = false;
-  std::size_t qo_tile_indices = 0;
-  std::size_t qo_indptr = 0;
-  std::size_t kv_indptr = 0;
-  std::size_t qo_len = 0;
-  std::size_t kv_len = 0;
-  std::size_t head_indices = 0;
-  std::size_t work_indptr = 0;  ///< [num_workers + 1]
-  std::size_t batch_indices = 0;
-  std::size_t bytes = 0;
+  HopperShape hopper{};          ///< kHopper only, which has none of the arrays above
+  std::int64_t gathered_kv = 0;  ///< kHopper over pages: tokens that are copied together first
 };
 
 }  // namespace fiw

@@ -4,17 +4,22 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <limits>
+#include <numeric>
 #include <string_view>
+#include <vector>
 
 #include "core/fail.h"
 #include "core/hash.h"
 #include "core/support.h"
+#include "core/work.h"
 #include "plan/planner.h"
 
 namespace fiw::detail {
 namespace {
 
 constexpr std::size_t kDefaultScratch = std::size_t{16} << 20;
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
 /// One thread at a time: the second to arrive is told so and changes nothing.
 class Exclusive {
@@ -56,31 +61,41 @@ bool verify_graph_from_environment() {
   return value != nullptr && std::string_view(value) == "1";
 }
 
-WorkLoad work_load(const PlanTraits& traits, std::span<const std::int32_t> kv_counts,
-                   std::span<const std::int32_t> qo_indptr) {
-  const AttentionParams& params = traits.spec.params;
-  return {.num_qo_heads = params.num_qo_heads,
-          .num_kv_heads = params.num_kv_heads,
-          .head_dim_qk = params.head_dim_qk,
-          .head_dim_vo = params.head_dim_vo,
-          .kv_element_bytes = static_cast<std::int32_t>(size_of(traits.spec.kv_dtype)),
-          .page_size = traits.page_size,
-          .window_left = params.window_left,
-          .causal = params.causal,
-          .kv_pages = kv_counts,
-          .qo_indptr = qo_indptr,
-          .uniform_qo_len = traits.uniform_qo_len};
-}
-
-SplitPolicy split_policy(const PlanOptions& options, bool graph) {
-  return {.fixed_chunk_tokens = options.batch_invariant ? options.fixed_split_tokens : 0, .graph = graph};
-}
-
 std::int32_t max_qo_len(std::span<const std::int32_t> qo_indptr, std::int32_t uniform_qo_len) {
   if (qo_indptr.empty()) return uniform_qo_len;
   std::int32_t longest = 0;
   for (std::size_t r = 0; r + 1 < qo_indptr.size(); ++r) longest = std::max(longest, qo_indptr[r + 1] - qo_indptr[r]);
   return longest;
+}
+
+// Tokens of K and V that a prefill call reads; 0 for the kinds whose keys hold no lengths.
+std::int64_t total_kv(const WorkspaceState::Request& request) {
+  if (request.kind == PlanKind::kPrefill) return request.table->total_kv();
+  return std::accumulate(request.kv_lens.begin(), request.kv_lens.end(), std::int64_t{0});
+}
+
+// A Hopper schedule over K and V that lie request after request; `gathered_kv` tokens are copied so first.
+ScheduleShape hopper_schedule(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy,
+                              std::int64_t gathered_kv) {
+  const HopperShape hopper = shape_hopper(device, work, policy);
+  return {.family = KernelFamily::kHopper,
+          .batch = work.batch(),
+          .total_rows = static_cast<std::int32_t>(work.total_rows()),
+          .max_qo_len = max_qo_len(work.qo_indptr, work.uniform_qo_len),
+          .items = hopper.works,
+          .padded_items = hopper.padded_works,
+          .padded_batch = work.batch(),
+          .padded_rows = static_cast<std::int32_t>(work.total_rows()),
+          .bytes = hopper.bytes,
+          .hopper = hopper,
+          .gathered_kv = gathered_kv};
+}
+
+void write_hopper_schedule(const ScheduleShape& shape, const DeviceProps& device, const WorkLoad& work,
+                           std::span<const std::int32_t> kv_lens, std::span<std::byte> out) {
+  std::vector<std::int32_t> kv_indptr(kv_lens.size() + 1, 0);
+  std::partial_sum(kv_lens.begin(), kv_lens.end(), kv_indptr.begin() + 1);
+  write_hopper(shape.hopper, device, work, kv_indptr, kv_lens, out);
 }
 
 std::uint64_t hash_key(const PlanKeyView& key, std::uint64_t counts_hash) {
@@ -201,9 +216,11 @@ WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const
                                        .page_size = key.traits.page_size,
                                        .max_qo_len = max_qo_len(request.qo_indptr, request.uniform_qo_len),
                                        .total_rows = total_rows,
+                                       .total_kv = total_kv(request),
                                        .batch = batch,
                                        .paged = paged,
-                                       .graph = key.traits.graph});
+                                       .graph = key.traits.graph,
+                                       .scratch_limit = options_.fixed_size ? scratch_.size() : kNoLimit});
   key.kv_counts = paged ? request.table->page_counts() : request.kv_lens;
   key.qo_indptr = request.qo_indptr;
   if (request.kind == PlanKind::kPrefill) key.table = request.table;
@@ -222,8 +239,11 @@ WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const
 std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request& request, Stream stream) {
   // Everything that can fail comes before the cache is touched, so a failure leaves the last good plans in force.
   const WorkLoad work = work_load(key.traits, key.kv_counts, key.qo_indptr);
-  const ScheduleShape shape =
-      shape_schedule(key.traits.family, props_, work, split_policy(key.traits.options, key.traits.graph));
+  const SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
+  const bool hopper = key.traits.family == KernelFamily::kHopper;
+  const ScheduleShape shape = hopper
+                                  ? hopper_schedule(props_, work, policy, key.table != nullptr ? total_kv(request) : 0)
+                                  : shape_schedule(key.traits.family, props_, work, policy);
   const std::size_t scratch = backend_->scratch_bytes(shape, key.traits.spec);
   reserve_scratch(scratch, stream);
 
@@ -233,7 +253,12 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   plan->shape = shape;
   plan->scratch_bytes = scratch;
   const std::span<std::byte> staged = backend_->stage(plan->slice.data(), shape.bytes);
-  write_schedule(shape, work, staged);
+  if (hopper) {
+    write_hopper_schedule(shape, props_, work, request.table != nullptr ? request.table->kv_lens() : request.kv_lens,
+                          staged);
+  } else {
+    write_schedule(shape, work, staged);
+  }
   backend_->upload(plan->slice.data(), staged, stream);
   return plan;
 }
@@ -378,52 +403,3 @@ WorkspaceStats WorkspaceState::stats() const {
 }
 
 }  // namespace fiw::detail
-
-namespace fiw {
-
-std::size_t FlashInferWorkspace::required_workspace(const DeviceProps& device, const WorkspaceLimits& limits,
-                                                    const PlanOptions& options) {
-  support::check_limits(limits);
-  const StepSpec spec = support::resolve(StepSpec{.params = limits.params, .kv_dtype = limits.kv_dtype});
-  const AttentionParams& params = spec.params;
-  const std::int32_t max_pages =
-      static_cast<std::int32_t>((std::int64_t{limits.max_kv_len} + limits.page_size - 1) / limits.page_size);
-  const std::unique_ptr<Backend> cpu =
-      device.kind == DeviceKind::kCpu ? make_cpu_backend(device.num_workers, {}) : nullptr;
-
-  const auto worst = [&](std::int32_t uniform_qo_len, std::int64_t max_rows, std::int32_t longest, bool graph) {
-    WorkLoad widest =
-        detail::work_load({.spec = spec, .page_size = limits.page_size, .uniform_qo_len = uniform_qo_len}, {}, {});
-    const auto bytes = [&](KernelFamily family) {
-      const ScheduleShape shape = worst_shape(family, device, widest, limits.max_batch, max_pages, max_rows,
-                                              detail::split_policy(options, graph && device.kind == DeviceKind::kCuda));
-      return cpu != nullptr ? cpu->scratch_bytes(shape, spec)
-                            : partial_bytes(shape, params.num_qo_heads, params.head_dim_vo);
-    };
-    if (cpu == nullptr) {
-      const bool core = uniform_qo_len == 1 && params.num_qo_heads == params.num_kv_heads;
-      return std::max(bytes(KernelFamily::kTensorTile), core ? bytes(KernelFamily::kCudaCore) : 0);
-    }
-    // Short queries may take either family, depending on what else is in the call.
-    std::size_t most = 0;
-    for (const std::int32_t qo_len : {std::int32_t{1}, longest}) {
-      most = std::max(most, bytes(cpu->route({.spec = spec,
-                                              .page_size = limits.page_size,
-                                              .max_qo_len = qo_len,
-                                              .total_rows = max_rows,
-                                              .batch = limits.max_batch})));
-    }
-    return most;
-  };
-
-  if (limits.max_batch == 0) return 0;
-  std::size_t bytes = worst(1, limits.max_batch, 1, limits.graph);
-  if (limits.max_total_qo > 0) bytes = std::max(bytes, worst(0, limits.max_total_qo, limits.max_total_qo, false));
-  if (limits.max_verify_window > 0) {
-    bytes = std::max(bytes, worst(limits.max_verify_window, std::int64_t{limits.max_verify_window} * limits.max_batch,
-                                  limits.max_verify_window, limits.graph));
-  }
-  return bytes;
-}
-
-}  // namespace fiw

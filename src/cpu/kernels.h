@@ -23,33 +23,38 @@ inline constexpr std::int32_t kStreamMaxRows = 32;
 
 /// Offsets into a thread's scratch for the few-row kernel.
 struct StreamScratch {
-  std::int32_t block = 0;  ///< keys a step
-  std::size_t q = 0;       ///< float [num_kv_heads, rows, head_dim_qk], scaled
-  std::size_t acc = 0;     ///< float [num_kv_heads, rows, head_dim_vo]
-  std::size_t top = 0;     ///< float [num_kv_heads, rows], highest logit so far
-  std::size_t sum = 0;     ///< float [num_kv_heads, rows], sum of weights
-  std::size_t logits = 0;  ///< float [4, block], of one register tile
+  std::int32_t block = 0;   ///< keys a step
+  std::size_t q = 0;        ///< float [num_kv_heads, padded rows, head_dim_qk], scaled
+  std::size_t acc = 0;      ///< float [num_kv_heads, padded rows, head_dim_vo]
+  std::size_t top = 0;      ///< float [num_kv_heads, tiles, 4], highest logits so far
+  std::size_t sum = 0;      ///< float [num_kv_heads, tiles, 4], sums of weights
+  std::size_t logits = 0;   ///< float [block, 4] and room behind, of one tile
   std::size_t offsets = 0;  ///< int64 [2 (this block, the next), 2 (K, V), block]
   std::size_t visible = 0;  ///< uint64 [query tokens], a bit a key of the block
   std::size_t bytes = 0;
 
+  /// Tiles have 1, 2 or 4 rows.
+  static constexpr std::int32_t padded(std::int32_t rows) noexcept { return rows % 4 == 3 ? rows + 1 : rows; }
+
   StreamScratch(const AttentionParams& params, DType kv_dtype, std::int32_t max_qo_len) noexcept {
     // A block of all heads and the one being fetched share the second-level cache.
-    constexpr std::int64_t kBlockBytes = 128 << 10;
+    constexpr std::int64_t kBlockBytes = 64 << 10;
     const std::int64_t token_bytes = std::int64_t{params.num_kv_heads} * (params.head_dim_qk + params.head_dim_vo) *
                                      static_cast<std::int64_t>(size_of(kv_dtype));
     block = static_cast<std::int32_t>(std::clamp<std::int64_t>(kBlockBytes / token_bytes / 16 * 16, 16, 64));
-    const auto rows = static_cast<std::size_t>(max_qo_len) * params.num_qo_heads;
     const auto place = [this](std::size_t count, std::size_t element) {
       const std::size_t offset = bytes;
       bytes += align_scratch(count * element);
       return offset;
     };
-    q = place(rows * params.head_dim_qk, sizeof(float));
-    acc = place(rows * params.head_dim_vo, sizeof(float));
-    top = place(rows, sizeof(float));
-    sum = place(rows, sizeof(float));
-    logits = place(std::size_t{4} * block, sizeof(float));
+    const auto heads = static_cast<std::size_t>(params.num_kv_heads);
+    const std::int32_t rows = max_qo_len * (params.num_qo_heads / params.num_kv_heads);
+    const std::size_t row_slots = heads * padded(rows);
+    q = place(row_slots * params.head_dim_qk, sizeof(float));
+    acc = place(row_slots * params.head_dim_vo, sizeof(float));
+    top = place(heads * rows * 4, sizeof(float));
+    sum = place(heads * rows * 4, sizeof(float));
+    logits = place((std::size_t{4} * block) + 32, sizeof(float));
     offsets = place(std::size_t{4} * block, sizeof(std::int64_t));
     visible = place(static_cast<std::size_t>(max_qo_len), sizeof(std::uint64_t));
   }

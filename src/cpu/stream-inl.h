@@ -18,22 +18,46 @@
 HWY_BEFORE_NAMESPACE();
 namespace fiw::cpu::HWY_NAMESPACE {
 
-/// Rows that share each load of K and V.
-inline constexpr std::int32_t kTileRows = 4;
+// A tile is 1, 2 or 4 rows of one KV head, which share each load of K and V. Its logits lie key by key, so lane i of a
+// vector of them belongs to row i % rows; what is kept for each row is kept four lanes wide in that pattern.
 
-#if HWY_TARGET != HWY_SCALAR
-/// Four sums from the 128-bit blocks of a vector.
-template <class D>
-HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> add_blocks(D d, hn::Vec<D> v) {
-  if constexpr (hn::MaxLanes(D()) <= 4) {
-    (void)d;
-    return v;
-  } else {
-    const hn::Half<D> half;
-    return add_blocks(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
-  }
-}
+#if HWY_TARGET == HWY_SCALAR
+inline constexpr std::int32_t kTileRows = 1;
+#else
+inline constexpr std::int32_t kTileRows = 4;
 #endif
+
+using Four = hn::CappedTag<float, 4>;
+
+/// Combines the lanes of each row; all lanes of a row then hold the result.
+template <int kRows, class D, class Combine>
+HWY_INLINE hn::Vec<Four> fold_rows(D d, hn::Vec<D> v, const Combine& combine) {
+#if HWY_TARGET == HWY_SCALAR
+  (void)d;
+  (void)combine;
+  return v;
+#else
+  if constexpr (hn::MaxLanes(D()) > 4) {
+    const hn::Half<D> half;
+    return fold_rows<kRows>(half, combine(hn::LowerHalf(half, v), hn::UpperHalf(half, v)), combine);
+  } else {
+    (void)d;
+    if constexpr (kRows <= 2) v = combine(v, hn::Shuffle1032(v));
+    if constexpr (kRows == 1) v = combine(v, hn::Shuffle2301(v));
+    return v;
+  }
+#endif
+}
+
+/// The pattern of four lanes in all blocks of a vector.
+template <class D>
+HWY_INLINE hn::Vec<D> spread_rows(D d, const float* HWY_RESTRICT rows) {
+#if HWY_TARGET == HWY_SCALAR
+  return hn::Load(d, rows);
+#else
+  return hn::LoadDup128(d, rows);
+#endif
+}
 
 /// The sums of the lanes of four vectors, always in the same order of additions.
 template <class D>
@@ -49,42 +73,104 @@ HWY_INLINE void sum_lanes(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec
   const auto ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   const auto low = hn::InterleaveLower(dd, hn::BitCast(dd, ab), hn::BitCast(dd, ce));
   const auto high = hn::InterleaveUpper(dd, hn::BitCast(dd, ab), hn::BitCast(dd, ce));
-  const hn::CappedTag<float, 4> d4;
-  hn::StoreU(add_blocks(d, hn::Add(hn::BitCast(d, low), hn::BitCast(d, high))), d4, sums);
+  const auto total = fold_rows<4>(d, hn::Add(hn::BitCast(d, low), hn::BitCast(d, high)),
+                                  [](auto x, auto y) { return hn::Add(x, y); });
+  hn::StoreU(total, Four(), sums);
 #endif
 }
 
-/// Keys in flight at once, so that enough sums are independent of each other.
+/// Keys in flight at once: as many sums as 16 registers allow.
 template <int kRows>
-inline constexpr int kKeysAtOnce = kRows == 4 ? 2 : 4;
+inline constexpr int kKeysAtOnce = kRows == 4 ? 3 : kRows == 2 ? 4 : 8;
 
-/// Logits of kRows rows with keys first .. first + kKeysAtOnce - 1; `k` points at each of those keys.
+/// Logits of kRows rows with the keys that `k` points at, key by key.
 template <class Element, int kRows, class D>
 HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
-                         const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>], float* HWY_RESTRICT logits,
-                         std::int32_t stride) {
+                         const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>], float* HWY_RESTRICT logits) {
   constexpr int kKeys = kKeysAtOnce<kRows>;
-  hn::Vec<D> sums[kRows * kKeys];
-  HWY_UNROLL(8)
-  for (int i = 0; i < kRows * kKeys; ++i) sums[i] = hn::Zero(d);
+  hn::Vec<D> sums[kKeys * kRows];
+  HWY_UNROLL(12)
+  for (int i = 0; i < kKeys * kRows; ++i) sums[i] = hn::Zero(d);
   for (std::int32_t c = 0; c < dim; c += static_cast<std::int32_t>(hn::Lanes(d))) {
-    HWY_UNROLL(4)
-    for (int t = 0; t < kKeys; ++t) {
-      const auto key = load<Element>(d, k[t] + c);
+    if constexpr (kRows == 4) {
+      hn::Vec<D> keys[kKeys];
+      HWY_UNROLL(8)
+      for (int t = 0; t < kKeys; ++t) keys[t] = load<Element>(d, k[t] + c);
       HWY_UNROLL(4)
       for (int r = 0; r < kRows; ++r) {
-        sums[r * kKeys + t] = hn::MulAdd(key, hn::LoadU(d, q + r * dim + c), sums[r * kKeys + t]);
+        const auto row = hn::LoadU(d, q + r * dim + c);
+        HWY_UNROLL(8)
+        for (int t = 0; t < kKeys; ++t) sums[t * kRows + r] = hn::MulAdd(keys[t], row, sums[t * kRows + r]);
+      }
+    } else {
+      hn::Vec<D> rows[kRows];
+      HWY_UNROLL(4)
+      for (int r = 0; r < kRows; ++r) rows[r] = hn::LoadU(d, q + r * dim + c);
+      HWY_UNROLL(8)
+      for (int t = 0; t < kKeys; ++t) {
+        const auto key = load<Element>(d, k[t] + c);
+        HWY_UNROLL(4)
+        for (int r = 0; r < kRows; ++r) sums[t * kRows + r] = hn::MulAdd(key, rows[r], sums[t * kRows + r]);
       }
     }
   }
-  alignas(16) float totals[kRows * kKeys];
   HWY_UNROLL(4)
-  for (int i = 0; i < kRows * kKeys; i += 4) {
-    sum_lanes(d, sums[i], sums[i + 1], sums[i + 2], sums[i + 3], totals + i);
+  for (int i = 0; i < kKeys * kRows; i += 4) {
+    sum_lanes(d, sums[i], sums[i + 1], sums[i + 2], sums[i + 3], logits + i);
   }
-  HWY_UNROLL(4)
-  for (int r = 0; r < kRows; ++r) std::memcpy(logits + r * stride, totals + r * kKeys, kKeys * sizeof(float));
 }
+
+/// Asks for the rows of a block ahead of time, in the order in which they lie in memory, a few cache lines at a time.
+template <class Raw>
+class Fetcher {
+ public:
+  Fetcher(const TokenArray& array, std::int32_t heads, std::int32_t dim, const std::int64_t* offsets,
+          std::int32_t tokens)
+      : data_(static_cast<const Raw*>(array.data)),
+        head_stride_(array.stride.head),
+        offsets_(offsets),
+        row_bytes_(dim * static_cast<std::int64_t>(sizeof(Raw))),
+        heads_inside_(array.stride.token >= array.stride.head),
+        inner_end_(heads_inside_ ? heads : tokens),
+        outer_end_(heads_inside_ ? tokens : heads) {
+    if (inner_end_ > 0 && outer_end_ > 0) enter_row();
+  }
+
+  HWY_INLINE void step(std::int32_t lines) {
+    for (; lines > 0 && line_ < row_end_; --lines) {
+      __builtin_prefetch(line_, 0, 2);
+      line_ += 64;
+      if (line_ >= row_end_) next_row();
+    }
+  }
+
+ private:
+  void next_row() {
+    if (++inner_ == inner_end_) {
+      inner_ = 0;
+      if (++outer_ == outer_end_) return;
+    }
+    enter_row();
+  }
+  void enter_row() {
+    const std::int32_t token = heads_inside_ ? outer_ : inner_;
+    const std::int32_t head = heads_inside_ ? inner_ : outer_;
+    line_ = reinterpret_cast<const char*>(data_ + offsets_[token] + head * head_stride_);
+    row_end_ = line_ + row_bytes_;
+  }
+
+  const Raw* data_;
+  std::int64_t head_stride_;
+  const std::int64_t* offsets_;
+  std::int64_t row_bytes_;
+  bool heads_inside_;  ///< heads lie closer together than tokens
+  std::int32_t inner_end_;
+  std::int32_t outer_end_;
+  std::int32_t inner_ = 0;
+  std::int32_t outer_ = 0;
+  const char* line_ = nullptr;
+  const char* row_end_ = nullptr;
+};
 
 /// acc = acc * decay + sum over keys of weight * value, for kVectors vectors of elements.
 template <class Element, int kRows, int kVectors, class D>
@@ -101,14 +187,14 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
       sums[r * kVectors + c] = hn::Mul(hn::LoadU(d, acc + r * dim + c * kLanes), factor);
     }
   }
-  for (std::int32_t t = 0; t < count; ++t) {
+  for (std::int32_t t = 0; t < count; ++t, weights += stride) {
     const auto* from = v + offsets[t];
     hn::Vec<D> values[kVectors];
     HWY_UNROLL(8)
     for (int c = 0; c < kVectors; ++c) values[c] = load<Element>(d, from + c * kLanes);
     HWY_UNROLL(4)
     for (int r = 0; r < kRows; ++r) {
-      const auto weight = hn::Set(d, weights[r * stride + t]);
+      const auto weight = hn::Set(d, weights[r]);
       HWY_UNROLL(8)
       for (int c = 0; c < kVectors; ++c) {
         sums[r * kVectors + c] = hn::MulAdd(values[c], weight, sums[r * kVectors + c]);
@@ -122,15 +208,17 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
   }
 }
 
-/// As add_values for whole rows of `dim` elements.
+/// As add_values for whole rows of `dim` elements. Fetches as much as it reads, if `fetcher` is given.
 template <class Element, int kRows, class D>
 HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride, std::int32_t count,
                                  const typename Element::Raw* v, const std::int64_t* offsets, const float* decay,
-                                 float* acc, std::int32_t dim) {
+                                 float* acc, std::int32_t dim, Fetcher<typename Element::Raw>* fetcher) {
   constexpr int kVectors = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   constexpr std::int32_t kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
+  const std::int32_t lines = count * kVectors * kLanes * static_cast<std::int32_t>(sizeof(typename Element::Raw)) / 64;
   std::int32_t c = 0;
   for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) {
+    if (fetcher != nullptr) fetcher->step(lines);
     add_values<Element, kRows, kVectors>(d, weights, stride, count, v + c, offsets, decay, acc + c, dim);
   }
   for (; c < dim; c += kLanes) {
@@ -138,41 +226,33 @@ HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride,
   }
 }
 
-/// Turns a row's logits into weights in place; keys `count` .. up to whole vectors are padding. Returns by how much the
-/// row's earlier sums shrink.
-template <class D>
-HWY_INLINE float weigh_row(D d, float* HWY_RESTRICT logits, std::int32_t count, float& top, float& sum) {
+/// Turns a tile's logits into weights in place; `top`, `sum` and `decay` hold four lanes in the rows' pattern. `decay`
+/// becomes the factor by which the rows' earlier sums shrink.
+template <int kRows, class D>
+HWY_INLINE void weigh_rows(D d, float* HWY_RESTRICT logits, std::int32_t count, float* HWY_RESTRICT top,
+                           float* HWY_RESTRICT sum, float* HWY_RESTRICT decay) {
+  const Four four;
   const auto lanes = static_cast<std::int32_t>(hn::Lanes(d));
-  for (std::int32_t t = count; t % lanes != 0; ++t) logits[t] = kNegInf;
-  auto highest = hn::Set(d, top);
-  for (std::int32_t t = 0; t < count; t += lanes) highest = hn::Max(highest, hn::Load(d, logits + t));
-  const float new_top = hn::GetLane(hn::MaxOfLanes(d, highest));
-  const auto base = hn::Set(d, new_top == kNegInf ? 0.0F : new_top);
+  const std::int32_t total = count * kRows;
+  for (std::int32_t i = total; i % lanes != 0; ++i) logits[i] = kNegInf;
+  auto highest = spread_rows(d, top);
+  for (std::int32_t i = 0; i < total; i += lanes) highest = hn::Max(highest, hn::Load(d, logits + i));
+  const auto new_top = fold_rows<kRows>(d, highest, [](auto x, auto y) { return hn::Max(x, y); });
+  alignas(64) float base[4];
+  const auto rows_base = hn::IfThenZeroElse(hn::Eq(new_top, hn::Set(four, kNegInf)), new_top);
+  hn::Store(rows_base, four, base);
+  const auto spread_base = spread_rows(d, base);
   auto sums = hn::Zero(d);
-  for (std::int32_t t = 0; t < count; t += lanes) {
-    const auto weights = exp2_nonpositive(d, hn::Sub(hn::Load(d, logits + t), base));
-    hn::Store(weights, d, logits + t);
+  for (std::int32_t i = 0; i < total; i += lanes) {
+    const auto weights = exp2_nonpositive(d, hn::Sub(hn::Load(d, logits + i), spread_base));
+    hn::Store(weights, d, logits + i);
     sums = hn::Add(sums, weights);
   }
-  const float decay = hn::GetLane(exp2_nonpositive(d, hn::Sub(hn::Set(d, top), base)));
-  sum = hn::GetLane(hn::MulAdd(hn::Set(d, sum), hn::Set(d, decay), hn::SumOfLanes(d, sums)));
-  top = new_top;
-  return decay;
-}
-
-/// ALiBi and the soft cap, for one row.
-template <class D>
-HWY_INLINE void shape_logits(D d, const Job& job, std::int32_t qo_head, std::int32_t distance, std::int32_t count,
-                             float* HWY_RESTRICT logits) {
-  const bool alibi = job.extras.alibi_slopes != nullptr;
-  if (!alibi && !job.capped()) return;
-  const auto slope = hn::Set(d, alibi ? job.slope(qo_head) : 0.0F);
-  for (std::int32_t t = 0; t < count; t += static_cast<std::int32_t>(hn::Lanes(d))) {
-    auto s = hn::Load(d, logits + t);
-    if (alibi) s = hn::MulAdd(slope, hn::Iota(d, static_cast<float>(distance + t)), s);
-    if (job.capped()) s = hn::Mul(tanh(d, s), hn::Set(d, job.cap_unit()));
-    hn::Store(s, d, logits + t);
-  }
+  const auto new_sum = fold_rows<kRows>(d, sums, [](auto x, auto y) { return hn::Add(x, y); });
+  const auto factor = exp2_nonpositive(four, hn::Sub(hn::Load(four, top), rows_base));
+  hn::Store(factor, four, decay);
+  hn::Store(hn::MulAdd(hn::Load(four, sum), factor, new_sum), four, sum);
+  hn::Store(new_top, four, top);
 }
 
 /// One bit a key of `first` .. `first + count - 1` that query token p sees.
@@ -187,15 +267,11 @@ inline std::uint64_t visible_bits(const Job& job, const Request& request, std::i
 }
 
 /// One block of keys of one chunk.
-template <class Raw>
 struct Block {
   std::int32_t first = 0;
   std::int32_t count = 0;
   const std::int64_t* k_offsets = nullptr;
   const std::int64_t* v_offsets = nullptr;
-  const std::int64_t* next_k_offsets = nullptr;  ///< keys to fetch meanwhile
-  const std::int64_t* next_v_offsets = nullptr;
-  std::int32_t next_count = 0;
 
   std::uint64_t all() const { return ~std::uint64_t{0} >> (64 - count); }
 };
@@ -217,88 +293,107 @@ struct Stream {
   const Raw* head(const TokenArray& array, std::int32_t kv_head) const {
     return static_cast<const Raw*>(array.data) + kv_head * array.stride.head;
   }
-
-  static void prefetch(const Raw* row, std::int32_t dim) {
-    const auto* bytes = reinterpret_cast<const char*>(row);
-    for (std::size_t b = 0; b < static_cast<std::size_t>(dim) * sizeof(Raw); b += 64) __builtin_prefetch(bytes + b, 0, 2);
+  std::int32_t tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+  std::int64_t row_slot(std::int32_t kv_head, std::int32_t row) const {
+    return std::int64_t{kv_head} * StreamScratch::padded(rows) + row;
+  }
+  /// Of a row's tile, among the four-lane arrays.
+  std::int64_t tile_slot(std::int32_t kv_head, std::int32_t row) const {
+    return (std::int64_t{kv_head} * tiles() + row / kTileRows) * 4;
   }
 
   /// Rows first_row .. first_row + kRows - 1 of one KV head over one block.
   template <int kRows, class D>
-  HWY_NOINLINE void tile(D d, const Block<Raw>& block, std::int32_t kv_head, std::int32_t first_row) const {
+  HWY_NOINLINE void tile(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row,
+                         Fetcher<Raw>* k_fetcher, Fetcher<Raw>* v_fetcher) const {
     constexpr int kKeys = kKeysAtOnce<kRows>;
     const std::int32_t dim_qk = job.params.head_dim_qk;
     const std::int32_t dim_vo = job.params.head_dim_vo;
-    const std::int32_t slot = kv_head * rows + first_row;
-    const float* q = at<float>(layout.q) + std::int64_t{slot} * dim_qk;
-    float* acc = at<float>(layout.acc) + std::int64_t{slot} * dim_vo;
-    float* top = at<float>(layout.top) + slot;
-    float* sum = at<float>(layout.sum) + slot;
+    const float* q = at<float>(layout.q) + row_slot(kv_head, first_row) * dim_qk;
+    float* acc = at<float>(layout.acc) + row_slot(kv_head, first_row) * dim_vo;
     float* logits = at<float>(layout.logits);
     const Raw* k = head(job.k, kv_head);
     const Raw* v = head(job.v, kv_head);
 
+    const std::int32_t lines = kKeys * dim_qk * static_cast<std::int32_t>(sizeof(Raw)) / 64;
     for (std::int32_t t = 0; t < block.count; t += kKeys) {
+      if (k_fetcher != nullptr) k_fetcher->step(lines);
       const Raw* keys[kKeys];
+      HWY_UNROLL(8)
       for (int i = 0; i < kKeys; ++i) keys[i] = k + block.k_offsets[std::min(t + i, block.count - 1)];
-      dot_keys<Element, kRows>(d, q, dim_qk, keys, logits + t, layout.block);
-      if (first_row == 0) {
-        for (std::int32_t i = t; i < std::min(t + kKeys, block.next_count); ++i) {
-          prefetch(k + block.next_k_offsets[i], dim_qk);
-          prefetch(v + block.next_v_offsets[i], dim_vo);
-        }
-      }
+      dot_keys<Element, kRows>(d, q, dim_qk, keys, logits + t * kRows);
     }
 
     const std::uint64_t* visible = at<std::uint64_t>(layout.visible);
-    std::uint64_t seen_by_all = block.all();
-    float decay[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      float* row = logits + r * layout.block;
-      const std::int32_t p = (first_row + r) / job.group;
-      const std::int32_t qo_head = kv_head * job.group + (first_row + r) % job.group;
-      shape_logits(d, job, qo_head, block.first - request.q_pos(p), block.count, row);
-      for (std::uint64_t hidden = block.all() & ~visible[p]; hidden != 0; hidden &= hidden - 1) {
-        row[std::countr_zero(hidden)] = kNegInf;
-      }
-      seen_by_all &= visible[p];
-      decay[r] = weigh_row(d, row, block.count, top[r], sum[r]);
-    }
-    if (seen_by_all == block.all()) {
-      add_value_rows<Element, kRows>(d, logits, layout.block, block.count, v, block.v_offsets, decay, acc, dim_vo);
+    const std::int32_t live = std::min(kRows, rows - first_row);
+    const bool seen_by_all = shape_logits<kRows>(d, block, kv_head, first_row, live, logits);
+    alignas(64) float decay[4];
+    const std::int64_t lanes = tile_slot(kv_head, first_row);
+    weigh_rows<kRows>(d, logits, block.count, at<float>(layout.top) + lanes, at<float>(layout.sum) + lanes, decay);
+    if (seen_by_all) {
+      add_value_rows<Element, kRows>(d, logits, kRows, block.count, v, block.v_offsets, decay, acc, dim_vo, v_fetcher);
       return;
     }
     // A hidden value may be NaN or infinite, so it must not even be multiplied by 0: row by row, run by run.
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < live; ++r) {
       for (std::uint64_t bits = block.all() & visible[(first_row + r) / job.group]; bits != 0;) {
         const int begin = std::countr_zero(bits);
         const int count = std::countr_one(bits >> begin);
-        add_value_rows<Element, 1>(d, logits + r * layout.block + begin, layout.block, count, v,
-                                   block.v_offsets + begin, &decay[r], acc + std::int64_t{r} * dim_vo, dim_vo);
+        add_value_rows<Element, 1>(d, logits + begin * kRows + r, kRows, count, v, block.v_offsets + begin, &decay[r],
+                                   acc + std::int64_t{r} * dim_vo, dim_vo, nullptr);
         decay[r] = 1.0F;
         bits = begin + count == 64 ? 0 : bits & ~std::uint64_t{0} << (begin + count);
       }
     }
   }
 
+  /// ALiBi, the soft cap, and minus infinity for what a row does not see. Returns whether all rows see all keys.
+  template <int kRows, class D>
+  bool shape_logits(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row, std::int32_t live,
+                    float* HWY_RESTRICT logits) const {
+    if (job.extras.alibi_slopes != nullptr) {
+      for (int r = 0; r < live; ++r) {
+        const float slope = job.slope(kv_head * job.group + (first_row + r) % job.group);
+        const std::int32_t distance = block.first - request.q_pos((first_row + r) / job.group);
+        for (std::int32_t t = 0; t < block.count; ++t) {
+          logits[t * kRows + r] += slope * static_cast<float>(distance + t);
+        }
+      }
+    }
+    if (job.capped()) {
+      for (std::int32_t i = 0; i < block.count * kRows; i += static_cast<std::int32_t>(hn::Lanes(d))) {
+        hn::Store(hn::Mul(tanh(d, hn::Load(d, logits + i)), hn::Set(d, job.cap_unit())), d, logits + i);
+      }
+    }
+    bool seen_by_all = true;
+    for (int r = 0; r < live; ++r) {
+      std::uint64_t hidden = block.all() & ~at<std::uint64_t>(layout.visible)[(first_row + r) / job.group];
+      seen_by_all = seen_by_all && hidden == 0;
+      for (; hidden != 0; hidden &= hidden - 1) logits[std::countr_zero(hidden) * kRows + r] = kNegInf;
+    }
+    return seen_by_all;
+  }
+
   template <class D>
-  void block(D d, const Block<Raw>& block) const {
+  void add_block(D d, const Block& block, const Block& next) const {
+    const std::int32_t heads = job.params.num_kv_heads;
+    Fetcher<Raw> k_fetcher(job.k, heads, job.params.head_dim_qk, next.k_offsets, next.count);
+    Fetcher<Raw> v_fetcher(job.v, heads, job.params.head_dim_vo, next.v_offsets, next.count);
     for (std::int32_t p = 0; p < request.qo_len; ++p) {
       at<std::uint64_t>(layout.visible)[p] = visible_bits(job, request, p, block.first, block.count);
     }
-    for (std::int32_t h = 0; h < job.params.num_kv_heads; ++h) {
-      std::int32_t row = 0;
-      for (; row + kTileRows <= rows; row += kTileRows) tile<4>(d, block, h, row);
-      switch (rows - row) {
-        case 1:
-          tile<1>(d, block, h, row);
-          break;
-        case 2:
-          tile<2>(d, block, h, row);
-          break;
-        case 3:
-          tile<3>(d, block, h, row);
-          break;
+    for (std::int32_t h = 0; h < heads; ++h) {
+      for (std::int32_t row = 0; row < rows; row += kTileRows) {
+        Fetcher<Raw>* k_ahead = row == 0 ? &k_fetcher : nullptr;
+        Fetcher<Raw>* v_ahead = row == 0 ? &v_fetcher : nullptr;
+        const std::int32_t left = rows - row;
+        if (kTileRows == 1 || left == 1) {
+          tile<1>(d, block, h, row, k_ahead, v_ahead);
+        } else if (left == 2) {
+          tile<2>(d, block, h, row, k_ahead, v_ahead);
+        } else {
+          tile<4>(d, block, h, row, k_ahead, v_ahead);
+        }
       }
     }
   }
@@ -313,48 +408,49 @@ struct Stream {
         for (std::int32_t p = 0; p < request.qo_len; ++p) {
           const auto* from = static_cast<const typename Query::Raw*>(job.q.data) +
                              (request.qo_begin + p) * job.q.row_stride + h * job.q.head_stride;
-          const std::int64_t slot = std::int64_t{kv_head} * rows + p * job.group + h % job.group;
+          const std::int64_t slot = row_slot(kv_head, p * job.group + h % job.group);
           widen_row<Query>(d, from, dim, job.q_scale(kv_head), at<float>(layout.q) + slot * dim);
         }
       }
     });
+    // The fourth row of a tile of three is computed and dropped.
+    for (std::int32_t h = 0; h < job.params.num_kv_heads; ++h) {
+      for (std::int32_t row = rows; row < StreamScratch::padded(rows); ++row) {
+        std::fill_n(at<float>(layout.q) + row_slot(h, row) * dim, dim, 0.0F);
+      }
+    }
   }
 
   template <class D>
   void run(D d, std::int32_t chunk) const {
-    const std::int64_t slots = std::int64_t{job.params.num_kv_heads} * rows;
+    const std::int32_t heads = job.params.num_kv_heads;
     load_queries(d);
-    std::fill_n(at<float>(layout.acc), slots * job.params.head_dim_vo, 0.0F);
-    std::fill_n(at<float>(layout.top), slots, kNegInf);
-    std::fill_n(at<float>(layout.sum), slots, 0.0F);
+    std::fill_n(at<float>(layout.acc), row_slot(heads, 0) * job.params.head_dim_vo, 0.0F);
+    std::fill_n(at<float>(layout.top), tile_slot(heads, 0), kNegInf);
+    std::fill_n(at<float>(layout.sum), tile_slot(heads, 0), 0.0F);
 
     const KeyRange keys = job.chunk(request, 0, request.qo_len - 1, chunk);
     std::int64_t* offsets = at<std::int64_t>(layout.offsets);
-    std::int64_t* next_offsets = offsets + 2 * layout.block;
-    Block<Raw> next{.first = keys.begin, .count = std::min(keys.end - keys.begin, layout.block)};
-    if (next.count > 0) job.token_offsets(request, next.first, next.count, offsets, offsets + layout.block);
-    while (next.count > 0) {
-      Block<Raw> now = next;
-      now.k_offsets = offsets;
-      now.v_offsets = offsets + layout.block;
-      next.first = now.first + now.count;
-      next.count = std::min(keys.end - next.first, layout.block);
-      if (next.count > 0) {
-        job.token_offsets(request, next.first, next.count, next_offsets, next_offsets + layout.block);
-        now.next_k_offsets = next_offsets;
-        now.next_v_offsets = next_offsets + layout.block;
-        now.next_count = next.count;
-      }
-      block(d, now);
-      std::swap(offsets, next_offsets);
+    std::int64_t* spare = offsets + 2 * layout.block;
+    const auto enter = [&](std::int32_t first) {
+      std::swap(offsets, spare);
+      const std::int32_t count = std::min(keys.end - first, layout.block);
+      if (count > 0) job.token_offsets(request, first, count, offsets, offsets + layout.block);
+      return Block{first, count, offsets, offsets + layout.block};
+    };
+    for (Block block = enter(keys.begin); block.count > 0;) {
+      const Block next = enter(block.first + block.count);
+      add_block(d, block, next);
+      block = next;
     }
 
-    for (std::int64_t slot = 0; slot < slots; ++slot) {
-      const auto kv_head = static_cast<std::int32_t>(slot / rows);
-      const auto row = static_cast<std::int32_t>(slot % rows);
-      finish_row(d, job, request, row / job.group, kv_head * job.group + row % job.group, chunk,
-                 at<float>(layout.acc) + slot * job.params.head_dim_vo, at<float>(layout.top)[slot],
-                 at<float>(layout.sum)[slot]);
+    for (std::int32_t h = 0; h < heads; ++h) {
+      for (std::int32_t row = 0; row < rows; ++row) {
+        const std::int64_t lane = tile_slot(h, row) + row % kTileRows;
+        finish_row(d, job, request, row / job.group, h * job.group + row % job.group, chunk,
+                   at<float>(layout.acc) + row_slot(h, row) * job.params.head_dim_vo, at<float>(layout.top)[lane],
+                   at<float>(layout.sum)[lane]);
+      }
     }
   }
 };

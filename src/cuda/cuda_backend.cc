@@ -9,6 +9,7 @@
 #include "cuda/any/any.h"
 #include "cuda/append/append.h"
 #include "cuda/device.h"
+#include "cuda/gather/gather.h"
 #include "cuda/merge/merge.h"
 #include "cuda/pinned_ring.h"
 #include "cuda/routes.h"
@@ -54,6 +55,21 @@ bool suits_kernels(const AttentionLaunch& launch) noexcept {
          suits_vectors(kv.v, kv.dtype, {kv.v_stride.page, kv.v_stride.token, kv.v_stride.head});
 }
 
+/// Copies between two tensors of one shape and type, whatever their strides.
+void copy_tensor(const Tensor& to, const ConstTensor& from, cudaStream_t stream) {
+  const auto element = static_cast<std::int64_t>(size_of(to.dtype));
+  const auto pitch = [&](std::int64_t row_stride) {
+    return static_cast<std::size_t>(std::max(row_stride, to.dim) * element);
+  };
+  for (std::int64_t head = 0; head < to.heads; ++head) {
+    check(cudaMemcpy2DAsync(static_cast<std::byte*>(to.data) + head * to.head_stride * element, pitch(to.row_stride),
+                            static_cast<const std::byte*>(from.data) + head * from.head_stride * element,
+                            pitch(from.row_stride), static_cast<std::size_t>(to.dim * element),
+                            static_cast<std::size_t>(to.rows), cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpy2DAsync");
+  }
+}
+
 bool is_contiguous(const Tensor& t) noexcept {
   return (t.heads == 1 || t.head_stride == t.dim) && (t.rows == 1 || t.row_stride == t.heads * t.dim);
 }
@@ -68,8 +84,9 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override;
 
   const DeviceProps& props() const noexcept override { return props_; }
-  KernelFamily route(const RouteRequest& request) const override { return choose_family(request, route_); }
+  KernelFamily route(const RouteRequest& request) const override { return choose_family(request, props_, route_); }
   std::size_t scratch_bytes(const ScheduleShape& shape, const StepSpec& spec) const override {
+    if (shape.family == KernelFamily::kHopper) return gather_bytes(spec, shape.gathered_kv);
     return partial_bytes(shape, spec.params.num_qo_heads, spec.params.head_dim_vo);
   }
 
@@ -99,6 +116,11 @@ class CudaBackend final : public Backend {
   };
   Chosen choose_kernel(const AttentionLaunch& launch, const StepSpec& spec, const AttentionArgs& args,
                        const DeviceTable& table) const;
+  void attend_hopper(const AttentionLaunch& launch, const StepSpec& spec, const DeviceTable& table);
+  /// Memory for the length of a call, given back on its stream.
+  class Temporary;
+  /// `tensor` itself where the Hopper kernel can address it, else a contiguous copy in `copy`.
+  ConstTensor addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream);
   std::byte* allocate_or_throw(std::size_t bytes, Stream stream, const char* what);
 
   const int device_;
@@ -110,6 +132,23 @@ class CudaBackend final : public Backend {
   PinnedRing ring_;
   std::unordered_set<const void*> prepared_;
   std::optional<TableCache> tables_;
+};
+
+class CudaBackend::Temporary {
+ public:
+  Temporary(CudaBackend& backend, std::size_t bytes, Stream stream, const char* what)
+      : backend_(backend), bytes_(bytes), stream_(stream), memory_(backend.allocate_or_throw(bytes, stream, what)) {}
+  Temporary(const Temporary&) = delete;
+  Temporary& operator=(const Temporary&) = delete;
+  ~Temporary() { backend_.release(memory_, bytes_, stream_); }
+
+  std::byte* data() const noexcept { return memory_; }
+
+ private:
+  CudaBackend& backend_;
+  std::size_t bytes_;
+  Stream stream_;
+  std::byte* memory_;
 };
 
 CudaBackend::CudaBackend(int device, const Allocator& allocator)
@@ -320,14 +359,14 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                      .qo_indptr = launch.qo_indptr,
                      .uniform_qo_len = launch.qo_indptr.empty() ? launch.uniform_qo_len : 0},
                     launch.stream);
+  if (shape.family == KernelFamily::kHopper) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
   const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
 
   const Tensor& out = launch.out;
   const std::size_t row_bytes = static_cast<std::size_t>(out.heads * out.dim) * size_of(out.dtype);
-  std::byte* bounce = nullptr;
-  const std::size_t bounce_bytes = static_cast<std::size_t>(out.rows) * row_bytes;
+  std::optional<Temporary> bounce;
   if (shape.split_kv) {
     args.out = launch.scratch.data();
     args.lse = reinterpret_cast<float*>(launch.scratch.data() +
@@ -336,8 +375,8 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.out = out.data;
     args.lse = launch.lse;
   } else {
-    bounce = allocate_or_throw(bounce_bytes, launch.stream, "contiguous output");
-    args.out = bounce;
+    bounce.emplace(*this, static_cast<std::size_t>(out.rows) * row_bytes, launch.stream, "contiguous output");
+    args.out = bounce->data();
     args.lse = launch.lse;
   }
 
@@ -367,18 +406,94 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                           .sinks = launch.extras.sinks},
                          out, launch.lse, stream),
           "launching the merge kernel");
-  } else if (bounce != nullptr) {
-    const auto element = static_cast<std::int64_t>(size_of(out.dtype));
-    for (std::int64_t head = 0; head < out.heads; ++head) {
-      check(cudaMemcpy2DAsync(static_cast<std::byte*>(out.data) + head * out.head_stride * element,
-                              static_cast<std::size_t>(std::max(out.row_stride, out.dim) * element),
-                              bounce + head * out.dim * element, row_bytes, static_cast<std::size_t>(out.dim * element),
-                              static_cast<std::size_t>(out.rows), cudaMemcpyDeviceToDevice, stream),
-            "cudaMemcpy2DAsync");
-    }
+  } else if (bounce) {
+    copy_tensor(out, ConstTensor(bounce->data(), out.dtype, out.rows, out.heads, out.dim, out.device), stream);
   }
   timeline_.leave(stream);
-  if (bounce != nullptr) release(bounce, bounce_bytes, launch.stream);
+}
+
+ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream) {
+  if (suits_vectors(tensor.data, tensor.dtype, {tensor.row_stride, tensor.head_stride})) return tensor;
+  copy.emplace(*this, static_cast<std::size_t>(tensor.rows * tensor.heads * tensor.dim) * size_of(tensor.dtype), stream,
+               "an aligned copy");
+  const Tensor aligned(copy->data(), tensor.dtype, tensor.rows, tensor.heads, tensor.dim, tensor.device);
+  timeline_.enter(stream);
+  copy_tensor(aligned, tensor, stream);
+  timeline_.leave(stream);
+  return aligned;
+}
+
+void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& spec, const DeviceTable& table) {
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  const AttentionParams& params = *launch.params;
+  const HopperKernel* const kernel = find_hopper(spec, launch.shape->hopper.same_schedule_for_all_heads);
+  if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
+  prepare(kernel->function, kernel->shared_bytes);
+
+  std::optional<Temporary> q_copy;
+  std::optional<Temporary> k_copy;
+  std::optional<Temporary> v_copy;
+  std::optional<Temporary> out_copy;
+  const ConstTensor q = addressable(launch.q, q_copy, stream);
+  Tensor out = launch.out;
+  if (!suits_vectors(out)) {
+    out_copy.emplace(*this, static_cast<std::size_t>(out.rows * out.heads * out.dim) * size_of(out.dtype),
+                     launch.stream, "contiguous output");
+    out = Tensor(out_copy->data(), out.dtype, out.rows, out.heads, out.dim, out.device);
+  }
+  HopperArgs args{.call = {.q = const_cast<void*>(q.data),
+                           .q_row = q.row_stride,
+                           .q_head = q.head_stride,
+                           .out = out.data,
+                           .lse = launch.lse,
+                           .num_qo_heads = params.num_qo_heads,
+                           .sm_scale = params.sm_scale,
+                           .sinks = launch.extras.sinks},
+                  .shape = &launch.shape->hopper,
+                  .schedule = launch.schedule,
+                  .total_rows = q.rows,
+                  .out_row = out.row_stride,
+                  .out_head = out.head_stride,
+                  .num_workers = props_.num_workers};
+  const auto read_from = [&](const ConstTensor& k, const ConstTensor& v) {
+    args.total_kv = k.rows;
+    args.call.kv.num_kv_heads = params.num_kv_heads;
+    args.call.kv.k = const_cast<void*>(k.data);
+    args.call.kv.v = const_cast<void*>(v.data);
+    args.call.kv.k_token = k.row_stride;
+    args.call.kv.k_head = k.head_stride;
+    args.call.kv.v_token = v.row_stride;
+    args.call.kv.v_head = v.head_stride;
+  };
+
+  if (launch.kv != nullptr) {
+    const KvCache& kv = *launch.kv;
+    args.call.sm_scale *= kv.k_scale;
+    args.call.v_scale = kv.v_scale;
+    args.call.k_head_scale = kv.k_head_scale;
+    args.call.v_head_scale = kv.v_head_scale;
+    const std::int64_t tokens = launch.shape->gathered_kv;
+    const ConstTensor k(launch.scratch.data(), spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
+    const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
+    const ConstTensor v(launch.scratch.data() + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
+    timeline_.enter(stream);
+    check(gather_kv(kv,
+                    {.batch = launch.shape->batch,
+                     .indptr = table.indptr,
+                     .indices = table.indices,
+                     .kv_offsets = table.kv_offsets},
+                    tokens, spec.q_dtype, launch.scratch.data(), launch.scratch.data() + k_bytes, stream),
+          "launching the gather kernel");
+    read_from(k, v);
+  } else {
+    const ConstTensor k = addressable(launch.ragged->k, k_copy, stream);
+    const ConstTensor v = addressable(launch.ragged->v, v_copy, stream);
+    timeline_.enter(stream);
+    read_from(k, v);
+  }
+  check(kernel->launch(args, stream), "launching a Hopper kernel");
+  if (out_copy) copy_tensor(launch.out, out, stream);
+  timeline_.leave(stream);
 }
 
 void CudaBackend::append(const AppendLaunch& launch) {
@@ -405,19 +520,19 @@ void CudaBackend::merge(const MergeLaunch& launch) {
   for (const PartialState& part : launch.parts) {
     parts.push_back({part.out.data, part.lse, part.out.row_stride, part.out.head_stride});
   }
-  std::byte* device_parts = nullptr;
-  const std::size_t bytes = parts.size() * sizeof(MergePart);
+  std::optional<Temporary> device_parts;
   if (parts.size() > kInlineParts) {
-    device_parts = allocate_or_throw(bytes, launch.stream, "states to merge");
-    const std::span<std::byte> staged = stage(device_parts, bytes);
+    const std::size_t bytes = parts.size() * sizeof(MergePart);
+    device_parts.emplace(*this, bytes, launch.stream, "states to merge");
+    const std::span<std::byte> staged = stage(device_parts->data(), bytes);
     std::ranges::copy(std::as_bytes(std::span(parts)), staged.begin());
-    upload(device_parts, staged, launch.stream);
+    upload(device_parts->data(), staged, launch.stream);
   }
   timeline_.enter(stream);
-  check(merge_states(parts, reinterpret_cast<const MergePart*>(device_parts), launch.out, launch.lse, stream),
+  check(merge_states(parts, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
+                     launch.out, launch.lse, stream),
         "launching the merge kernel");
   timeline_.leave(stream);
-  if (device_parts != nullptr) release(device_parts, bytes, launch.stream);
 }
 
 void CudaBackend::synchronize(Stream stream) {

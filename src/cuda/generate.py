@@ -39,6 +39,9 @@ def unit(instance):
     if family == "tile":
         header, row = "cuda/fa2/tile.cuh", "TileKernel"
         call = f"tile_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}, {vo}, TileVariant::{camel(variant)}>()"
+    elif family == "hopper":
+        header, row = "cuda/fa3/hopper.cuh", "HopperKernel"
+        call = f"hopper_kernels<{CPP_TYPES[q]}, {qk}, {vo}>()"
     else:
         header, row = "cuda/decode/core.cuh", "CoreKernel"
         call = f"core_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}>()"
@@ -51,10 +54,12 @@ def unit(instance):
 def registry(built, full):
     tiles = [i for i in built if i[0] == "tile"]
     cores = [i for i in built if i[0] == "core"]
+    hoppers = [i for i in built if i[0] == "hopper"]
     lines = ["// Generated from kernels.json.", "#include <array>", "", '#include "cuda/registry.h"', "",
              "namespace fiw::cuda {", ""]
     lines += [f"std::span<const TileKernel> {name_of(i)}();" for i in tiles]
     lines += [f"std::span<const CoreKernel> {name_of(i)}();" for i in cores]
+    lines += [f"std::span<const HopperKernel> {name_of(i)}();" for i in hoppers]
     lines += ["", "std::span<const TileEntry> tile_entries() noexcept {",
               f"  static constexpr std::array<TileEntry, {len(tiles)}> entries = {{{{"]
     lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, {i[4]}, TileVariant::{camel(i[5])}, "
@@ -62,6 +67,9 @@ def registry(built, full):
     lines += ["  }};", "  return entries;", "}", "", "std::span<const CoreEntry> core_entries() noexcept {",
               f"  static constexpr std::array<CoreEntry, {len(cores)}> entries = {{{{"]
     lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, &{name_of(i)}}}," for i in cores]
+    lines += ["  }};", "  return entries;", "}", "", "std::span<const HopperEntry> hopper_entries() noexcept {",
+              f"  static constexpr std::array<HopperEntry, {len(hoppers)}> entries = {{{{"]
+    lines += [f"      {{DType::{DTYPES[i[1]]}, {i[3]}, {i[4]}, &{name_of(i)}}}," for i in hoppers]
     lines += ["  }};", "  return entries;", "}", "", "std::span<const Combination> full_combinations() noexcept {"]
     combinations = list(dict.fromkeys(i[1:5] for i in full if i[0] == "tile"))
     lines += [f"  static constexpr std::array<Combination, {len(combinations)}> combinations = {{{{"]
@@ -80,12 +88,13 @@ def main():
     parser.add_argument("manifest", type=pathlib.Path)
     parser.add_argument("set")
     parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--no-hopper", action="store_true", help="leave out what only sm_90a can run")
     args = parser.parse_args()
 
     manifest = json.loads(args.manifest.read_text())
     if args.set not in manifest["sets"]:
         parser.error(f"the kernel set is {args.set!r}, expected one of {', '.join(manifest['sets'])}")
-    built = instances(manifest, args.set)
+    built = [i for i in instances(manifest, args.set) if not (args.no_hopper and i[0] == "hopper")]
     args.out.mkdir(parents=True, exist_ok=True)
     units = []
     for instance in built:

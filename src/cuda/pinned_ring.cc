@@ -9,15 +9,16 @@
 namespace fiw::cuda {
 namespace {
 
-constexpr std::size_t kLeastSlot = std::size_t{16} << 10;
+constexpr std::size_t kSmallSlot = std::size_t{16} << 10;
+constexpr std::size_t kSmallSlots = 256;
 
 }  // namespace
 
+PinnedRing::PinnedRing() { add_slots(kSmallSlot, kSmallSlots); }
+
 PinnedRing::~PinnedRing() {
-  for (const Slot& slot : slots_) {
-    cudaEventDestroy(slot.done);
-    cudaFreeHost(slot.memory);
-  }
+  for (const Slot& slot : slots_) cudaEventDestroy(slot.done);
+  for (std::byte* block : blocks_) cudaFreeHost(block);
 }
 
 std::span<std::byte> PinnedRing::stage(std::size_t bytes) {
@@ -34,21 +35,22 @@ std::span<std::byte> PinnedRing::stage(std::size_t bytes) {
     staged_ = index;
     return {slot.memory, bytes};
   }
-  staged_ = add_slot(bytes);
+  staged_ = slots_.size();
+  add_slots(std::bit_ceil(std::max(bytes, kSmallSlot)), bytes > kSmallSlot ? 1 : kSmallSlots);
   return {slots_[staged_].memory, bytes};
 }
 
-std::size_t PinnedRing::add_slot(std::size_t bytes) {
-  slots_.reserve(slots_.size() + 1);
-  Slot slot{.bytes = std::bit_ceil(std::max(bytes, kLeastSlot))};
-  check(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  const cudaError_t status = cudaHostAlloc(reinterpret_cast<void**>(&slot.memory), slot.bytes, cudaHostAllocDefault);
-  if (status != cudaSuccess) {
-    cudaEventDestroy(slot.done);
-    check(status, "cudaHostAlloc");
+void PinnedRing::add_slots(std::size_t bytes, std::size_t count) {
+  slots_.reserve(slots_.size() + count);
+  blocks_.reserve(blocks_.size() + 1);
+  std::byte* block = nullptr;
+  check(cudaHostAlloc(reinterpret_cast<void**>(&block), bytes * count, cudaHostAllocDefault), "cudaHostAlloc");
+  blocks_.push_back(block);
+  for (std::size_t i = 0; i < count; ++i) {
+    Slot slot{.memory = block + i * bytes, .bytes = bytes};
+    check(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    slots_.push_back(slot);
   }
-  slots_.push_back(slot);
-  return slots_.size() - 1;
 }
 
 void PinnedRing::upload(void* to, std::span<const std::byte> staged, cudaStream_t stream) {

@@ -9,11 +9,11 @@
 
 namespace fiw::cuda {
 
-/// Never waits: when every slot is still being read, it grows. A slot that was staged and never uploaded (the plan
-/// failed half way) is the next one handed out.
+/// Starts with small slots enough for many steps in flight and grows when all are still being read, since waiting for
+/// the device could wait for ever. A slot that was staged and never uploaded (the plan failed half way) is free again.
 class PinnedRing {
  public:
-  PinnedRing() = default;
+  PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
   /// The copies must be done.
@@ -31,9 +31,11 @@ class PinnedRing {
     cudaEvent_t done = nullptr;
     bool in_flight = false;
   };
-  std::size_t add_slot(std::size_t bytes);
+  /// One allocation, cut into `count` slots.
+  void add_slots(std::size_t bytes, std::size_t count);
 
   std::vector<Slot> slots_;
+  std::vector<std::byte*> blocks_;
   std::size_t next_ = 0;    ///< where the search starts: the slot that has been in flight longest
   std::size_t staged_ = 0;  ///< the slot handed out last
 };

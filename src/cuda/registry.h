@@ -6,6 +6,7 @@
 
 #include "cuda/decode/core.h"
 #include "cuda/fa2/tile.h"
+#include "cuda/fa3/hopper.h"
 
 namespace fiw::cuda {
 

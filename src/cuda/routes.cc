@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <string_view>
 
 #include "core/fail.h"
@@ -39,6 +40,27 @@ bool core_serves(const RouteRequest& request) noexcept {
          find_core(request.spec, has_options(request.spec)) != nullptr;
 }
 
+// Gathered K and V beyond this are left to the tiles, which need no copy.
+constexpr std::size_t kMostGathered = std::size_t{4} << 30;
+
+bool hopper_serves(const RouteRequest& request, const DeviceProps& device) noexcept {
+  const StepSpec& spec = request.spec;
+  if (device.compute_capability != 90 || request.graph || request.any_qo_len) return false;
+  if (spec.custom_mask || spec.alibi || spec.params.window_left >= 0 || spec.params.logits_soft_cap > 0) return false;
+  if (request.total_kv == 0 || request.total_kv > std::numeric_limits<std::int32_t>::max()) return false;
+  if (find_hopper(spec, false) == nullptr) return false;
+  if (!request.paged) return spec.kv_dtype == spec.q_dtype;
+  return gather_bytes(spec, request.total_kv) <= std::min(request.scratch_limit, kMostGathered);
+}
+
+// FA3 neither packs the heads of a group into a tile nor cuts keys: it needs long queries, and enough of them to fill
+// the device. Then it is nearly twice as fast, and the copy of the pages costs little beside the work it saves.
+bool hopper_pays(const RouteRequest& request, const DeviceProps& device) noexcept {
+  constexpr std::int64_t kTileTokens = 128;
+  const std::int64_t works = request.total_rows / kTileTokens * request.spec.params.num_qo_heads;
+  return request.total_rows >= kTileTokens * request.batch && 4 * works >= 3 * device.num_workers;
+}
+
 }  // namespace
 
 RouteChoice route_from_environment() {
@@ -47,16 +69,21 @@ RouteChoice route_from_environment() {
   if (name.empty()) return RouteChoice::kTable;
   if (name == "core") return RouteChoice::kCore;
   if (name == "tile") return RouteChoice::kTile;
+  if (name == "hopper") return RouteChoice::kHopper;
   if (name == "any") return RouteChoice::kAny;
-  fail(Reason::kOptions, "FIW_CUDA_ROUTE is \"{}\", expected \"core\", \"tile\" or \"any\"", name);
+  fail(Reason::kOptions, "FIW_CUDA_ROUTE is \"{}\", expected \"core\", \"tile\", \"hopper\" or \"any\"", name);
 }
 
-KernelFamily choose_family(const RouteRequest& request, RouteChoice choice) {
+KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, RouteChoice choice) {
   if (choice == RouteChoice::kAny) return KernelFamily::kTensorTile;
   refuse_unbuilt(request.spec);
-  if (choice == RouteChoice::kTile || !core_serves(request)) return KernelFamily::kTensorTile;
-  // Measured on an H200, batch 64, 4096 tokens: with 32/32 heads the CUDA cores read 4.39 TB/s, with 32/8 heads the
-  // tiles read 4.23 TB/s and the CUDA cores 2.76.
+  if (choice == RouteChoice::kTile) return KernelFamily::kTensorTile;
+  if (hopper_serves(request, device) && (choice == RouteChoice::kHopper || hopper_pays(request, device))) {
+    return KernelFamily::kHopper;
+  }
+  if (!core_serves(request)) return KernelFamily::kTensorTile;
+  // Measured on an H200, batch 64, 4096 tokens: with 32/32 heads both read 4.3 TB/s; with 32/8 heads the tiles read 4.1
+  // and the CUDA cores 2.8.
   const AttentionParams& params = request.spec.params;
   const bool ungrouped = params.num_qo_heads == params.num_kv_heads;
   return ungrouped || choice == RouteChoice::kCore ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
@@ -78,6 +105,27 @@ const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int3
   const auto found = std::ranges::find_if(
       kernels, [&](const TileKernel& kernel) { return kernel.rows == rows && kernel.paged == paged; });
   return found == kernels.end() ? nullptr : &*found;
+}
+
+const HopperKernel* find_hopper(const StepSpec& spec, bool same_schedule_for_all_heads) noexcept {
+  for (const HopperEntry& entry : hopper_entries()) {
+    if (entry.q != spec.q_dtype || entry.head_dim_qk != spec.params.head_dim_qk ||
+        entry.head_dim_vo != spec.params.head_dim_vo) {
+      continue;
+    }
+    for (const HopperKernel& kernel : entry.kernels()) {
+      if (kernel.causal == spec.params.causal && kernel.same_schedule_for_all_heads == same_schedule_for_all_heads) {
+        return &kernel;
+      }
+    }
+  }
+  return nullptr;
+}
+
+std::size_t gather_bytes(const StepSpec& spec, std::int64_t tokens) noexcept {
+  const AttentionParams& params = spec.params;
+  return static_cast<std::size_t>(tokens) * params.num_kv_heads * (params.head_dim_qk + params.head_dim_vo) *
+         size_of(spec.q_dtype);
 }
 
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept {

@@ -10,14 +10,15 @@ namespace fiw::cuda {
 
 /// What FIW_CUDA_ROUTE asks for.
 enum class RouteChoice : std::uint8_t {
-  kTable,  ///< unset or empty: the table decides
-  kCore,   ///< "core": CUDA-core decode where it can serve a call
-  kTile,   ///< "tile": FlashInfer's tiles
-  kAny,    ///< "any": attend_any for everything
+  kTable,   ///< unset or empty: the table decides
+  kCore,    ///< "core": CUDA-core decode where it can serve a call
+  kTile,    ///< "tile": FlashInfer's FA2 tiles
+  kHopper,  ///< "hopper": FA3 over contiguous K and V where it can serve a call
+  kAny,     ///< "any": attend_any for everything
 };
 
 /// The family whose schedule serves a request; kUnsupported naming the option where only another build would serve it.
-KernelFamily choose_family(const RouteRequest& request, RouteChoice choice);
+KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, RouteChoice choice);
 /// Throws kInvalidArgument for an unknown name.
 RouteChoice route_from_environment();
 
@@ -35,6 +36,10 @@ TileVariant choose_variant(const TileNeeds& needs) noexcept;
 bool tile_is_built(const StepSpec& spec) noexcept;
 /// The kernel, or null when this build has none.
 const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int32_t rows, bool paged) noexcept;
+/// `same_schedule_for_all_heads` as the schedule was made.
+const HopperKernel* find_hopper(const StepSpec& spec, bool same_schedule_for_all_heads) noexcept;
+/// Scratch in which a Hopper call's pages are gathered.
+std::size_t gather_bytes(const StepSpec& spec, std::int64_t tokens) noexcept;
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept;
 
 }  // namespace fiw::cuda

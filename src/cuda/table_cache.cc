@@ -45,7 +45,7 @@ void TableCache::fill(Entry& entry, const TableKey& key, Stream stream) {
   const std::span<const std::int32_t> indptr = paged ? key.table->indptr() : key.kv_indptr;
   const std::size_t batch = indptr.size() - 1;
   const std::size_t pages = paged ? key.table->indices().size() : 0;
-  const std::size_t words = 2 * (batch + 1) + (paged ? 2 * batch + pages : 0);
+  const std::size_t words = 2 * (batch + 1) + (paged ? 3 * batch + 1 + pages : 0);
   if (words * sizeof(std::int32_t) > entry.bytes) {
     const std::size_t bytes = std::bit_ceil(std::max(words * sizeof(std::int32_t), kLeastBytes));
     std::byte* const fresh = backend_.allocate(bytes, stream);
@@ -81,6 +81,13 @@ void TableCache::fill(Entry& entry, const TableKey& key, Stream stream) {
   if (paged) {
     entry.view.last_page_len = place(key.table->last_page_len());
     entry.view.kv_lens = place(key.table->kv_lens());
+    entry.view.kv_offsets = device + at;
+    // Wraps for caches beyond 2^31 tokens, whose calls read no offsets.
+    std::uint32_t offset = 0;
+    for (std::size_t r = 0; r <= batch; ++r) {
+      host[at++] = static_cast<std::int32_t>(offset);
+      if (r < batch) offset += static_cast<std::uint32_t>(key.table->kv_lens()[r]);
+    }
     entry.view.indices = place(key.table->indices());
   }
   for (std::size_t r = 0; r < batch; ++r) {

@@ -17,6 +17,7 @@ struct DeviceTable {
   const std::int32_t* indices = nullptr;        ///< [pages]; null for ragged
   const std::int32_t* last_page_len = nullptr;  ///< [batch]; null for ragged
   const std::int32_t* kv_lens = nullptr;        ///< [batch]; null for ragged
+  const std::int32_t* kv_offsets = nullptr;     ///< [batch + 1], tokens before each request; null for ragged
   const std::int32_t* qo_indptr = nullptr;      ///< [batch + 1]
   /// A request has more query rows than keys, and keys: its first rows lie before position 0.
   bool rows_before_start = false;

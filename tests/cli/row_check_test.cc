@@ -204,7 +204,7 @@ TEST(TokenValues, AreExactInEveryElementType) {
   for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
     for (std::int64_t i = 0; i < 40 * 2 * 72; ++i) {
       const float value = exact_v.memory.as<float>()[i];
-      std::uint8_t code = 0;
+      std::uint32_t code = 0;  // room for any element type
       store_float(&code, dtype, 0, value / kReplayFp8Scale);
       ASSERT_EQ(load_float(&code, dtype, 0) * kReplayFp8Scale, value);
     }

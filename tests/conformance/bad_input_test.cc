@@ -299,7 +299,7 @@ std::vector<Fault> faults_of_q_and_out() {
       {"q of 6 heads", [](Arguments& a) { a.q.heads = 6; }, {Reason::kTensorShape, {"q has 6 heads", "8"}}},
       {"q of 32 elements", [](Arguments& a) { a.q.dim = 32; }, {Reason::kTensorShape, {"q has 32", "64"}}},
       {"q null", [](Arguments& a) { a.q.data = nullptr; }, {Reason::kTensorNull, {"q is null"}}},
-      {"q on CUDA device 0", [](Arguments& a) { a.q.device = 0; }, {Reason::kTensorDevice, {"q is on", "device 0"}}},
+      {"q on CUDA device 7", [](Arguments& a) { a.q.device = 7; }, {Reason::kTensorDevice, {"q is on", "device 7"}}},
       {"q with overlapping heads",
        [](Arguments& a) { a.q.head_stride = 63; },
        {Reason::kTensorStride, {"q:", "head", "63", "64"}}},
@@ -338,7 +338,7 @@ std::vector<Fault> faults_of_q_and_out() {
 
 std::vector<Fault> faults_of_cache() {
   return {
-      {"kv on CUDA device 0", [](Arguments& a) { a.kv.device = 0; }, {Reason::kTensorDevice, {"kv is on", "device 0"}}},
+      {"kv on CUDA device 7", [](Arguments& a) { a.kv.device = 7; }, {Reason::kTensorDevice, {"kv is on", "device 7"}}},
       {"k null", [](Arguments& a) { a.kv.k = nullptr; }, {Reason::kTensorNull, {"kv.k is null"}}},
       {"v null", [](Arguments& a) { a.kv.v = nullptr; }, {Reason::kTensorNull, {"kv.v is null"}}},
       {"another page size", [](Arguments& a) { a.kv.page_size = 8; }, {Reason::kPageSize, {"page_size", "8", "16"}}},
@@ -583,7 +583,7 @@ TEST_P(BadCall, Append) {
        {Reason::kTensorDType, {"v is float32", "bfloat16"}}},
       {"k of 1 head", [](Arguments& a) { a.k.heads = 1; }, {Reason::kTensorShape, {"k has 1 heads", "2"}}},
       {"v null", [](Arguments& a) { a.v.data = nullptr; }, {Reason::kTensorNull, {"v is null"}}},
-      {"k on CUDA device 0", [](Arguments& a) { a.k.device = 0; }, {Reason::kTensorDevice, {"k is on", "device 0"}}},
+      {"k on CUDA device 7", [](Arguments& a) { a.k.device = 7; }, {Reason::kTensorDevice, {"k is on", "device 7"}}},
   };
   faults.insert(faults.end(), own.begin(), own.end());
   for (const Fault& fault : faults) {
@@ -633,9 +633,9 @@ TEST_P(BadCall, Merge) {
       {"out of fp8",
        [](MergeArguments& m) { m.out.dtype = DType::kFloat8E5M2; },
        {Reason::kDTypeCombination, {"out", "float8_e5m2"}, Status::kUnsupported}},
-      {"out on CUDA device 0",
-       [](MergeArguments& m) { m.out.device = 0; },
-       {Reason::kTensorDevice, {"out", "device 0"}}},
+      {"out on CUDA device 7",
+       [](MergeArguments& m) { m.out.device = 7; },
+       {Reason::kTensorDevice, {"out", "device 7"}}},
       {"out shifted into a part",
        [](MergeArguments& m) { m.out.data = static_cast<std::byte*>(const_cast<void*>(m.parts[0].out.data)) + 64; },
        {Reason::kTensorOverlap, {"out overlaps"}}},

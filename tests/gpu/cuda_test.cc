@@ -107,6 +107,8 @@ TEST_F(Cuda, UploadsInFlightAreNotOverwritten) {
     problems.push_back(std::make_unique<Problem>(kDevice, decode(kv_lens), rng_));
     problems.back()->poison_outputs();
   }
+  problems.front()->call(*workspace);  // a kernel's first launch may wait for the device
+  problems.front()->poison_outputs();
   synchronize(kDevice);
   Gate gate(stream.get());
   for (const auto& problem : problems) {
@@ -132,6 +134,9 @@ TEST_F(Cuda, PlanOnOneStreamRunOnAnother) {
   for (int i = 0; i < 8; ++i) {
     Problem a(kDevice, decode({1000 + i, 3, 70}), rng_);
     Problem b(kDevice, decode({5, 4000 - i, 0, 16}), rng_);
+    a.call(*workspace);
+    b.call(*workspace);
+    workspace->invalidate_runtime_cache();
     a.poison_outputs();
     b.poison_outputs();
     synchronize(kDevice);
@@ -161,6 +166,9 @@ TEST_F(Cuda, DestroyingAWorkspaceWaitsForItsWork) {
   problem.poison_outputs();
   synchronize(kDevice);
   auto workspace = make_workspace(kDevice);
+  problem.call(*workspace);
+  problem.poison_outputs();
+  synchronize(kDevice);
   {
     Gate gate(stream.get());
     workspace->decode(problem.q().device(), problem.cache().device(), problem.table(), problem.description().params,

@@ -63,7 +63,6 @@ struct Tolerance {
   double relative = 0.0;
 
   bool admits(double expected, double actual) const;
-  Tolerance widened(double factor) const { return {factor * absolute, factor * relative}; }
   /// For attention outputs of unit-normal data in this dtype: its rounding plus what fp32 sums leave.
   static Tolerance of(DType dtype);
   /// For the logarithm of the sum of exponentials of queries in this dtype.

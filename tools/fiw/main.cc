@@ -16,8 +16,8 @@ int run(int argc, char** argv) {
       "Exit codes: 0 all is well, 1 something failed, 2 the command line makes no sense.",
       "fiw");
   app.set_version_flag("--version", FIW_VERSION);
-  app.require_subcommand(1);
-  app.option_defaults()->always_capture_default();
+  app.require_subcommand(0, 1);  // so that a misspelt one is named instead of reported missing
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 
   int exit_code = kExitOk;
   add_info_command(app, exit_code);
@@ -26,6 +26,7 @@ int run(int argc, char** argv) {
   add_bench_command(app, exit_code);
   try {
     app.parse(argc, argv);
+    if (app.get_subcommands().empty()) throw UsageError("a subcommand is required; see fiw --help");
     return exit_code;
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kExitOk : kExitUsage;

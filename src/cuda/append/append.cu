@@ -14,17 +14,20 @@ __device__ __forceinline__ float load(const float* p) { return *p; }
 __device__ __forceinline__ float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
 __device__ __forceinline__ float load(const half* p) { return __half2float(*p); }
 
-// Nearest even; fp16 and fp8 saturate, and NaN stays NaN.
+// Nearest even; fp16 and fp8 saturate. NaN stays NaN, with the bits that the CPU backend gives it.
 __device__ __forceinline__ void store(float* p, float x) { *p = x; }
-__device__ __forceinline__ void store(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void store(__nv_bfloat16* p, float x) {
+  *p = isnan(x) ? __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) >> 16) | 0x40U))
+                : __float2bfloat16_rn(x);
+}
 __device__ __forceinline__ void store(half* p, float x) {
-  *p = __float2half_rn(isnan(x) ? x : fminf(fmaxf(x, -65504.0F), 65504.0F));
+  *p = isnan(x) ? __ushort_as_half(0x7E00) : __float2half_rn(fminf(fmaxf(x, -65504.0F), 65504.0F));
 }
 __device__ __forceinline__ void store(__nv_fp8_e4m3* p, float x) {
-  p->__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+  p->__x = isnan(x) ? 0x7F : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
 }
 __device__ __forceinline__ void store(__nv_fp8_e5m2* p, float x) {
-  p->__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+  p->__x = isnan(x) ? 0x7E : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
 }
 
 struct Side {
@@ -56,7 +59,8 @@ __global__ void __launch_bounds__(kThreads)
     const std::int32_t head = i / side.dim;
     const std::int32_t d = i - head * side.dim;
     const float scale = side.head_scale == nullptr ? side.scale : side.scale * side.head_scale[head];
-    store(to + head * side.head + d, load(from + head * side.from_head + d) / scale);
+    const float value = load(from + head * side.from_head + d);
+    store(to + head * side.head + d, isnan(value) ? value : value / scale);
   }
 }
 

@@ -1,5 +1,5 @@
-// One warp combines one (row, head). The largest logarithm is taken out first, so no exponential overflows; a state
-// without keys is not even read.
+// One block combines one (row, head), its warps sharing out the states. The largest logarithm is taken out first, so no
+// exponential overflows; a state without keys is not even read.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -10,7 +10,8 @@
 namespace fiw::cuda {
 namespace {
 
-constexpr int kWarpsPerBlock = 4;
+constexpr int kWarps = 4;
+constexpr int kPerPass = 128;  ///< values a warp accumulates at once
 constexpr float kLog2E = 1.44269504088896340736F;
 constexpr float kLn2 = 0.693147180559945309417F;
 
@@ -70,23 +71,24 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 template <class T, class Source>
-__global__ void __launch_bounds__(kWarpsPerBlock * 32)
+__global__ void __launch_bounds__(kWarps * 32)
     merge_kernel(const __grid_constant__ Source source, T* out, std::int64_t row_stride, std::int64_t head_stride,
-                 float* lse, std::int64_t rows, std::int32_t heads, std::int32_t dim) {
-  const std::int64_t index = std::int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / 32;
-  if (index >= rows * heads) return;
+                 float* lse, std::int32_t heads, std::int32_t dim) {
+  const std::int64_t index = blockIdx.x;
   const std::int64_t row = index / heads;
   const auto head = static_cast<std::int32_t>(index - row * heads);
+  const std::int32_t warp = threadIdx.x / 32;
   const std::int32_t lane = threadIdx.x % 32;
   const std::int32_t count = source.count(row);
+  T* const target = out + row * row_stride + head * head_stride;
 
+  // Every warp reckons the weights' norm for itself: it costs less than telling the others.
   float top = -INFINITY;
   for (std::int32_t i = lane; i < count; i += 32) top = fmaxf(top, source.log2_sum(row, head, i));
   top = warp_max(top);
-  T* const target = out + row * row_stride + head * head_stride;
   if (top == -INFINITY) {
-    for (std::int32_t d = lane; d < dim; d += 32) store(target + d, 0.0F);
-    if (lse != nullptr && lane == 0) lse[index] = -INFINITY;
+    for (std::int32_t d = threadIdx.x; d < dim; d += kWarps * 32) store(target + d, 0.0F);
+    if (lse != nullptr && threadIdx.x == 0) lse[index] = -INFINITY;
     return;
   }
   const float sink = source.sink(head);
@@ -95,35 +97,40 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32)
   for (std::int32_t i = lane; i < count; i += 32) sum += exp2f(source.log2_sum(row, head, i) - top);
   sum = warp_sum(sum) + exp2f(sink - top);
   const float norm = 1.0F / sum;
-  // Four values a lane at once cover head_dim 128 in one pass over the states.
-  for (std::int32_t base = 0; base < dim; base += 128) {
-    float total[4] = {};
+
+  __shared__ float shares[kWarps][kPerPass];
+  for (std::int32_t base = 0; base < dim; base += kPerPass) {
+    float total[kPerPass / 32] = {};
 #pragma unroll 4
-    for (std::int32_t i = 0; i < count; ++i) {
+    for (std::int32_t i = warp; i < count; i += kWarps) {
       const float weight = exp2f(source.log2_sum(row, head, i) - top) * norm;
       if (weight == 0.0F) continue;
       const T* const from = source.template values<T>(row, head, i) + base;
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kPerPass / 32; ++j) {
         const std::int32_t d = lane + 32 * j;
         if (base + d < dim) total[j] += weight * to_float(from[d]);
       }
     }
-    for (int j = 0; j < 4; ++j) {
-      const std::int32_t d = base + lane + 32 * j;
-      if (d < dim) store(target + d, total[j]);
+    for (int j = 0; j < kPerPass / 32; ++j) shares[warp][lane + 32 * j] = total[j];
+    __syncthreads();
+    const std::int32_t d = threadIdx.x;
+    if (base + d < dim) {
+      float value = 0;
+      for (int w = 0; w < kWarps; ++w) value += shares[w][d];
+      store(target + base + d, value);
     }
+    __syncthreads();
   }
-  // `lse` may be one of the states' own: every lane has read them by now.
-  __syncwarp();
-  if (lse != nullptr && lane == 0) lse[index] = (top + log2f(sum)) * kLn2;
+  // `lse` may be one of the states' own: every warp has read them by now.
+  if (lse != nullptr && threadIdx.x == 0) lse[index] = (top + log2f(sum)) * kLn2;
 }
 
 template <class T, class Source>
 cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStream_t stream) {
-  const std::int64_t blocks = (out.rows * out.heads + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  merge_kernel<T><<<static_cast<unsigned>(blocks), kWarpsPerBlock * 32, 0, stream>>>(
-      source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse, out.rows,
-      static_cast<std::int32_t>(out.heads), static_cast<std::int32_t>(out.dim));
+  static_assert(kPerPass == kWarps * 32, "a thread stores one value a pass");
+  merge_kernel<T><<<static_cast<unsigned>(out.rows * out.heads), kWarps * 32, 0, stream>>>(
+      source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse, static_cast<std::int32_t>(out.heads),
+      static_cast<std::int32_t>(out.dim));
   return cudaGetLastError();
 }
 

@@ -1,0 +1,87 @@
+// How much float scratch suffices for any call within limits, so that an engine sizes once at start.
+#include <algorithm>
+
+#include "core/support.h"
+#include "core/work.h"
+#include "fiw/workspace.h"
+
+namespace fiw {
+namespace {
+
+/// The worst of one kind of call.
+class Sizing {
+ public:
+  Sizing(const DeviceProps& device, const WorkspaceLimits& limits, const PlanOptions& options)
+      : device_(device),
+        limits_(limits),
+        options_(options),
+        cpu_(device.kind == DeviceKind::kCpu ? make_cpu_backend(device.num_workers, {}) : nullptr) {}
+
+  /// `uniform_qo_len` 0: rows are spread over the requests in any way.
+  std::size_t worst(const StepSpec& spec, std::int32_t page_size, std::int32_t uniform_qo_len, std::int64_t max_rows,
+                    bool graph) const {
+    const WorkLoad widest = work_load({.spec = spec, .page_size = page_size, .uniform_qo_len = uniform_qo_len}, {}, {});
+    const auto max_pages = static_cast<std::int32_t>((std::int64_t{limits_.max_kv_len} + page_size - 1) / page_size);
+    const auto bytes = [&](KernelFamily family) {
+      const ScheduleShape shape = worst_shape(family, device_, widest, limits_.max_batch, max_pages, max_rows,
+                                              split_policy(options_, graph && cpu_ == nullptr));
+      return cpu_ != nullptr ? cpu_->scratch_bytes(shape, spec)
+                             : partial_bytes(shape, spec.params.num_qo_heads, spec.params.head_dim_vo);
+    };
+    if (cpu_ == nullptr) {
+      const bool core = uniform_qo_len == 1 && spec.params.num_qo_heads == spec.params.num_kv_heads;
+      return std::max(bytes(KernelFamily::kTensorTile), core ? bytes(KernelFamily::kCudaCore) : 0);
+    }
+    // Ragged queries take one family or the other, by the longest of them.
+    const std::int32_t longest = uniform_qo_len > 0 ? uniform_qo_len : static_cast<std::int32_t>(max_rows);
+    std::size_t most = 0;
+    for (const std::int32_t qo_len : {uniform_qo_len > 0 ? uniform_qo_len : 1, longest}) {
+      most = std::max(most, bytes(cpu_->route({.spec = spec,
+                                               .page_size = page_size,
+                                               .max_qo_len = qo_len,
+                                               .total_rows = max_rows,
+                                               .batch = limits_.max_batch})));
+    }
+    return most;
+  }
+
+  /// As above, with and without a custom mask, which turns the causal limit off: under a window more keys are then
+  /// seen.
+  std::size_t worst_masked(const StepSpec& spec, std::int32_t page_size, std::int32_t uniform_qo_len,
+                           std::int64_t max_rows, bool graph) const {
+    StepSpec masked = spec;
+    masked.params.causal = false;
+    return std::max(worst(spec, page_size, uniform_qo_len, max_rows, graph),
+                    worst(masked, page_size, uniform_qo_len, max_rows, graph));
+  }
+
+ private:
+  const DeviceProps& device_;
+  const WorkspaceLimits& limits_;
+  const PlanOptions& options_;
+  std::unique_ptr<Backend> cpu_;  ///< null for a CUDA device, whose kernels take the partial outputs alone
+};
+
+}  // namespace
+
+std::size_t FlashInferWorkspace::required_workspace(const DeviceProps& device, const WorkspaceLimits& limits,
+                                                    const PlanOptions& options) {
+  support::check_limits(limits);
+  if (limits.max_batch == 0) return 0;
+  const StepSpec spec = support::resolve(StepSpec{.params = limits.params, .kv_dtype = limits.kv_dtype});
+  const Sizing sizing(device, limits, options);
+
+  std::size_t bytes = sizing.worst(spec, limits.page_size, 1, limits.max_batch, limits.graph);
+  if (limits.max_total_qo > 0) {
+    bytes = std::max(bytes, sizing.worst_masked(spec, limits.page_size, 0, limits.max_total_qo, false));
+    // Ragged K/V are planned as pages of one token, whose least chunk may be shorter.
+    bytes = std::max(bytes, sizing.worst_masked(spec, 1, 0, limits.max_total_qo, false));
+  }
+  if (limits.max_verify_window > 0) {
+    const std::int64_t rows = std::int64_t{limits.max_verify_window} * limits.max_batch;
+    bytes = std::max(bytes, sizing.worst_masked(spec, limits.page_size, limits.max_verify_window, rows, limits.graph));
+  }
+  return bytes;
+}
+
+}  // namespace fiw

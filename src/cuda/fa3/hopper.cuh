@@ -1,0 +1,156 @@
+// FlashInfer's FA3 prefill kernel over contiguous K and V.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <array>
+#include <flashinfer/attention/hopper/attention_updater.cuh>
+#include <flashinfer/attention/hopper/prefill_sm90.cuh>
+#include <flashinfer/cutlass_utils.cuh>
+#include <tuple>
+
+#include "cuda/fa3/hopper.h"
+
+namespace fiw::cuda {
+
+/// The per-head values that a work looks up once.
+struct HopperExtras {
+  float sm_scale = 1;
+  float v_scale = 1;
+  const float* k_head_scale = nullptr;
+  const float* v_head_scale = nullptr;
+  const float* sinks = nullptr;
+};
+
+/// FlashInfer's online softmax, whose last step lets the sink join the sum and gives the natural logarithm.
+template <int kRows>
+struct HopperUpdater : flashinfer::OnlineSoftmax<kRows, true> {
+  using Base = flashinfer::OnlineSoftmax<kRows, true>;
+
+  float sink_log2;
+
+  CUTLASS_DEVICE HopperUpdater(float sm_scale_log2, float sink) : Base(sm_scale_log2), sink_log2(sink) {}
+
+  template <class Scores>
+  __forceinline__ __device__ void finalize(Scores&, float pv_scale = 1.0F) {
+    flashinfer::SumOp<float> add;
+    flashinfer::quad_allreduce_(this->row_sum, this->row_sum, add);
+#pragma unroll
+    for (int row = 0; row < cute::size(this->row_max); ++row) {
+      const float sum = this->row_sum(row);
+      const bool empty = !(sum > 0.0F);
+      const float top = this->row_max(row) * this->sm_scale_log2;
+      const float new_top = fmaxf(top, sink_log2);
+      const float shrink = exp2f(top - new_top);
+      const float total = sum * shrink + exp2f(sink_log2 - new_top);
+      this->scores_scale(row) = empty ? 0.0F : pv_scale * shrink / total;
+      this->row_sum(row) = empty ? -flashinfer::math::inf : (new_top + log2f(total)) * flashinfer::math::loge2;
+    }
+  }
+};
+
+struct HopperVariant {
+  float sm_scale_log2;
+  float scale_pv;
+  float sink_log2;
+
+  template <class MainloopParams, class BlockCoord>
+  __device__ HopperVariant(const MainloopParams& params, const BlockCoord& coord) {
+    const int qo_head = cute::get<1>(coord);
+    const int kv_head = cute::get<2>(coord);
+    const HopperExtras& extras = params.additional_params;
+    sm_scale_log2 = extras.sm_scale * flashinfer::math::log2e;
+    if (extras.k_head_scale != nullptr) sm_scale_log2 *= extras.k_head_scale[kv_head];
+    scale_pv = extras.v_scale;
+    if (extras.v_head_scale != nullptr) scale_pv *= extras.v_head_scale[kv_head];
+    sink_log2 = extras.sinks == nullptr ? -flashinfer::math::inf : extras.sinks[qo_head] * flashinfer::math::log2e;
+  }
+
+  template <int kRows>
+  __device__ auto GetAttentionUpdater() {
+    return HopperUpdater<kRows>(sm_scale_log2, sink_log2);
+  }
+
+  template <class MainloopParams, class T>
+  __device__ __forceinline__ T LogitsTransform(const MainloopParams&, T logits, std::uint32_t, std::uint32_t,
+                                               std::uint32_t, std::uint32_t, std::uint32_t) {
+    return logits;
+  }
+};
+
+template <class Q, int kHeadDimQk, int kHeadDimVo, bool kCausal, bool kSameForAllHeads>
+struct HopperInstance {
+  using Element = flashinfer::cutlass_dtype_t<Q>;
+  static constexpr auto kTile = flashinfer::getCTATileSize<kHeadDimQk, kHeadDimVo, kCausal>();
+  using Traits = flashinfer::AttentionKernelTraits<true, kHeadDimQk, kHeadDimVo, std::get<0>(kTile), std::get<1>(kTile),
+                                                   2, Element, Element, Element, std::int32_t, HopperVariant>;
+  using Mainloop = flashinfer::CollectiveMainloop<HopperExtras, Traits, kCausal>;
+  using Epilogue = flashinfer::CollectiveEpilogue<Traits>;
+  using Scheduler = std::conditional_t<kSameForAllHeads, flashinfer::BatchPrefillTileScheduler<std::int32_t>,
+                                       flashinfer::BatchPrefillPersistentTileScheduler<std::int32_t>>;
+
+  static constexpr auto function() {
+    return &flashinfer::PrefillWithKVCacheKernel<Mainloop, Epilogue, Traits, false, kCausal, Scheduler, false>;
+  }
+
+  static cudaError_t launch(const HopperArgs& args, cudaStream_t stream) {
+    const AttentionArgs& call = args.call;
+    const auto layout = [](std::int64_t rows, int heads, int dim, std::int64_t row_stride, std::int64_t head_stride) {
+      return flashinfer::get_gmem_layout(static_cast<int>(rows), heads, dim, row_stride, head_stride);
+    };
+    typename Mainloop::Params mainloop = Mainloop::to_underlying_arguments(
+        {static_cast<Element*>(call.q), layout(args.total_rows, call.num_qo_heads, kHeadDimQk, call.q_row, call.q_head),
+         static_cast<Element*>(call.kv.k),
+         layout(args.total_kv, call.kv.num_kv_heads, kHeadDimQk, call.kv.k_token, call.kv.k_head),
+         static_cast<Element*>(call.kv.v),
+         layout(args.total_kv, call.kv.num_kv_heads, kHeadDimVo, call.kv.v_token, call.kv.v_head), -1,
+         HopperExtras{.sm_scale = call.sm_scale,
+                      .v_scale = call.v_scale,
+                      .k_head_scale = call.k_head_scale,
+                      .v_head_scale = call.v_head_scale,
+                      .sinks = call.sinks}});
+    typename Epilogue::Params epilogue = Epilogue::to_underlying_arguments(
+        {static_cast<Element*>(call.out),
+         layout(args.total_rows, call.num_qo_heads, kHeadDimVo, args.out_row, args.out_head), call.lse,
+         flashinfer::get_lse_gmem_layout(static_cast<int>(args.total_rows), call.num_qo_heads)});
+    const auto words = [&](std::size_t offset) {
+      return reinterpret_cast<std::int32_t*>(const_cast<std::byte*>(args.schedule + offset));
+    };
+    const HopperShape& shape = *args.shape;
+    const typename Scheduler::Arguments schedule = {words(shape.work_indptr),
+                                                    words(shape.head_indices),
+                                                    words(shape.qo_tile_indices),
+                                                    words(shape.qo_indptr),
+                                                    words(shape.kv_indptr),
+                                                    words(shape.qo_len),
+                                                    words(shape.kv_len),
+                                                    words(shape.batch_indices),
+                                                    cutlass::FastDivmod(call.num_qo_heads / call.kv.num_kv_heads),
+                                                    call.num_qo_heads};
+    typename Scheduler::Params scheduler = Scheduler::to_underlying_arguments(schedule);
+    void* arguments[] = {&mainloop, &epilogue, &scheduler};
+    return cudaLaunchKernel(reinterpret_cast<const void*>(function()),
+                            Scheduler::get_grid_dim(schedule, args.num_workers), dim3(Traits::NUM_WARPS * 32),
+                            arguments, sizeof(typename Traits::SharedStorage), stream);
+  }
+
+  static HopperKernel describe() {
+    return {.causal = kCausal,
+            .same_schedule_for_all_heads = kSameForAllHeads,
+            .function = reinterpret_cast<const void*>(function()),
+            .shared_bytes = sizeof(typename Traits::SharedStorage),
+            .launch = &launch};
+  }
+};
+
+template <class Q, int kHeadDimQk, int kHeadDimVo>
+std::span<const HopperKernel> hopper_kernels() {
+  static const std::array kernels = {HopperInstance<Q, kHeadDimQk, kHeadDimVo, false, false>::describe(),
+                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, false, true>::describe(),
+                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, true, false>::describe(),
+                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, true, true>::describe()};
+  return kernels;
+}
+
+}  // namespace fiw::cuda
