@@ -3,7 +3,8 @@ include(GoogleTest)
 
 # fiw_add_test(<name> LABEL <label> SOURCES <file>... [LIBRARIES <target>...] [TIMEOUT <seconds>])
 #
-# Links the static library, so that tests reach internals through src/ as well as the public headers.
+# Links the static library, so that tests reach internals through src/ as well as the public headers. The target
+# tests_<label> builds all programs of a label.
 function(fiw_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "SOURCES;LIBRARIES")
   if(NOT arg_LABEL OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
@@ -18,6 +19,10 @@ function(fiw_add_test name)
     fiw_warnings fiw::fiw hwy::hwy OpenMP::OpenMP_CXX fmt::fmt-header-only GTest::gtest_main ${arg_LIBRARIES})
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST TEST_PREFIX ${name}.
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
+  if(NOT TARGET tests_${arg_LABEL})
+    add_custom_target(tests_${arg_LABEL})
+  endif()
+  add_dependencies(tests_${arg_LABEL} ${name})
 endfunction()
 
 # fiw_add_output_test(<name> LABEL <label> EXPECTED <line> COMMAND <command>...)

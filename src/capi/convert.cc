@@ -94,7 +94,7 @@ View view(const char* name, const DLTensor* dl, int rank, const char* axes, std:
   if (address % size != 0) {
     fail(Reason::kTensorAlignment, "{}: data + byte_offset is {:#x}, expected a multiple of {}", name, address, size);
   }
-  result.data = reinterpret_cast<void*>(address);
+  result.data = static_cast<std::byte*>(dl->data) + dl->byte_offset;
   return result;
 }
 

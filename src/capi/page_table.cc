@@ -17,7 +17,7 @@ PageTable& mutable_table(fiw_page_table* table) {
   return table->table;
 }
 
-fiw_page_table* make_handle(PageTable table) { return new fiw_page_table{std::move(table)}; }
+fiw_page_table* make_handle(const PageTable& table) { return new fiw_page_table{table}; }
 
 /// Cuts the concatenated lists of pages into one list a request.
 std::vector<std::vector<std::int32_t>> cut(std::span<const std::int32_t> pages, std::span<const std::int32_t> counts) {

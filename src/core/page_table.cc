@@ -78,9 +78,13 @@ void derive(PageTableData& data) {
 }  // namespace
 
 PageTable::PageTable() {
-  auto data = std::make_shared<PageTableData>();
-  derive(*data);
-  data_ = std::move(data);
+  // All empty tables share one immutable object, so that making a handle allocates nothing.
+  static const std::shared_ptr<const PageTableData> empty = [] {
+    auto data = std::make_shared<PageTableData>();
+    derive(*data);
+    return data;
+  }();
+  data_ = empty;
 }
 
 PageTable PageTable::from_csr(std::int32_t page_size, std::int64_t num_pages, std::span<const std::int32_t> indptr,

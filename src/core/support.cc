@@ -221,6 +221,11 @@ void check_kv_matches(const KvCache& kv, const StepSpec& spec) {
 }
 
 void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device) {
+  if (is_fp8(spec.kv_dtype)) {
+    unsupported(Reason::kDTypeCombination,
+                "k is {}, expected float32, float16 or bfloat16 (fp8 is for caches, with scales)",
+                to_string(spec.kv_dtype));
+  }
   const std::int64_t rows = ragged.indptr.back();
   check_tensor("k", ragged.k, rows, spec.params.num_kv_heads, spec.params.head_dim_qk, spec.kv_dtype, device);
   check_tensor("v", ragged.v, rows, spec.params.num_kv_heads, spec.params.head_dim_vo, spec.kv_dtype, device);

@@ -220,7 +220,8 @@ WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const
                                        .batch = batch,
                                        .paged = paged,
                                        .graph = key.traits.graph,
-                                       .scratch_limit = options_.fixed_size ? scratch_.size() : kNoLimit});
+                                       .scratch_limit = options_.fixed_size ? scratch_.size() : kNoLimit,
+                                       .any_qo_len = options_.plan.batch_invariant && !request.qo_indptr.empty()});
   key.kv_counts = paged ? request.table->page_counts() : request.kv_lens;
   key.qo_indptr = request.qo_indptr;
   if (request.kind == PlanKind::kPrefill) key.table = request.table;

@@ -1,8 +1,10 @@
 // Rows of new tokens into the element type of a KV cache: scaled, rounded to nearest even, saturated.
+// clang-format off: Highway needs this order
 #include "cpu/targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/append.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format on
 
 #include "cpu/kernels.h"
 #include "cpu/simd-inl.h"

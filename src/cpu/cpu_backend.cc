@@ -54,8 +54,9 @@ void set_paged(cpu::Job& job, const KvCache& kv, const PageTable& table) {
 
 void set_ragged(cpu::Job& job, const RaggedKv& ragged) {
   const auto array = [](const ConstTensor& tensor) {
-    return cpu::TokenArray{.data = tensor.data,
-                           .stride = {.page = tensor.row_stride, .token = tensor.row_stride, .head = tensor.head_stride}};
+    return cpu::TokenArray{
+        .data = tensor.data,
+        .stride = {.page = tensor.row_stride, .token = tensor.row_stride, .head = tensor.head_stride}};
   };
   job.kv_dtype = ragged.k.dtype;
   job.k = array(ragged.k);
@@ -162,8 +163,9 @@ void CpuBackend::append(const AppendLaunch& launch) {
   const auto put = [&kv](const ConstTensor& from, std::int64_t row, const cpu::TokenArray& to, std::int64_t slot,
                          cpu::ConvertKernel convert) {
     for (std::int32_t h = 0; h < kv.num_kv_heads; ++h) {
-      const auto* source = static_cast<const std::byte*>(from.data) +
-                           (row * from.row_stride + h * from.head_stride) * static_cast<std::int64_t>(size_of(from.dtype));
+      const auto* source =
+          static_cast<const std::byte*>(from.data) +
+          (row * from.row_stride + h * from.head_stride) * static_cast<std::int64_t>(size_of(from.dtype));
       auto* target = static_cast<std::byte*>(const_cast<void*>(to.data)) +
                      (slot + h * to.stride.head) * static_cast<std::int64_t>(size_of(kv.dtype));
       convert(source, static_cast<std::int32_t>(from.dim), to.scale_of(h), target);

@@ -88,8 +88,8 @@ struct Job {
     KeyRange keys{0, request.kv_len};
     if (params.causal) keys.end = std::clamp(q_pos + 1, 0, request.kv_len);
     if (params.window_left >= 0) {
-      keys.begin = static_cast<std::int32_t>(
-          std::clamp<std::int64_t>(std::int64_t{q_pos} - params.window_left, 0, keys.end));
+      keys.begin =
+          static_cast<std::int32_t>(std::clamp<std::int64_t>(std::int64_t{q_pos} - params.window_left, 0, keys.end));
     }
     return keys;
   }

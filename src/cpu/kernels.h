@@ -30,15 +30,19 @@ struct StreamScratch {
   std::size_t sum = 0;      ///< float [num_kv_heads, tiles, 4], sums of weights
   std::size_t logits = 0;   ///< float [block, 4] and room behind, of one tile
   std::size_t offsets = 0;  ///< int64 [2 (this block, the next), 2 (K, V), block]
+  std::size_t k_ahead = 0;  ///< pointers [num_kv_heads, block] and room behind, rows to fetch
+  std::size_t v_ahead = 0;
   std::size_t visible = 0;  ///< uint64 [query tokens], a bit a key of the block
   std::size_t bytes = 0;
 
+  /// Keys are taken a few at a time, so arrays over them have room for some that do not exist.
+  static constexpr std::int32_t kSpareKeys = 8;
   /// Tiles have 1, 2 or 4 rows.
   static constexpr std::int32_t padded(std::int32_t rows) noexcept { return rows % 4 == 3 ? rows + 1 : rows; }
 
   StreamScratch(const AttentionParams& params, DType kv_dtype, std::int32_t max_qo_len) noexcept {
     // A block of all heads and the one being fetched share the second-level cache.
-    constexpr std::int64_t kBlockBytes = 64 << 10;
+    constexpr std::int64_t kBlockBytes = 128 << 10;
     const std::int64_t token_bytes = std::int64_t{params.num_kv_heads} * (params.head_dim_qk + params.head_dim_vo) *
                                      static_cast<std::int64_t>(size_of(kv_dtype));
     block = static_cast<std::int32_t>(std::clamp<std::int64_t>(kBlockBytes / token_bytes / 16 * 16, 16, 64));
@@ -54,8 +58,10 @@ struct StreamScratch {
     acc = place(row_slots * params.head_dim_vo, sizeof(float));
     top = place(heads * rows * 4, sizeof(float));
     sum = place(heads * rows * 4, sizeof(float));
-    logits = place((std::size_t{4} * block) + 32, sizeof(float));
+    logits = place(std::size_t{4} * (block + kSpareKeys), sizeof(float));
     offsets = place(std::size_t{4} * block, sizeof(std::int64_t));
+    k_ahead = place(heads * block + kSpareKeys, sizeof(void*));
+    v_ahead = place(heads * block + kSpareKeys, sizeof(void*));
     visible = place(static_cast<std::size_t>(max_qo_len), sizeof(std::uint64_t));
   }
 };
@@ -67,11 +73,11 @@ UnitKernel tile_kernel(DType kv_dtype);
 inline constexpr std::int32_t kMaxPanelRows = 48;
 
 struct TileScratch {
-  std::int32_t block = 0;  ///< keys a step
-  std::size_t q = 0;       ///< float [tile_rows * head_dim_qk], panels of [head_dim_qk, panel rows], scaled
-  std::size_t acc = 0;     ///< float [tile_rows * head_dim_vo], panels of [head_dim_vo, panel rows]
-  std::size_t k = 0;       ///< float [block, head_dim_qk]
-  std::size_t v = 0;       ///< float [head_dim_vo / 4, block, 4]
+  std::int32_t block = 0;   ///< keys a step
+  std::size_t q = 0;        ///< float [tile_rows * head_dim_qk], panels of [head_dim_qk, panel rows], scaled
+  std::size_t acc = 0;      ///< float [tile_rows * head_dim_vo], panels of [head_dim_vo, panel rows]
+  std::size_t k = 0;        ///< float [block, head_dim_qk]
+  std::size_t v = 0;        ///< float [head_dim_vo / 4, block, 4]
   std::size_t weights = 0;  ///< float [block, panel rows]
   std::size_t visible = 0;  ///< uint32 [block, panel rows], all ones where a row sees a key
   std::size_t lanes = 0;    ///< struct of arrays, see tile.cc

@@ -1,8 +1,10 @@
 // Two micro-benchmarks, compiled for every SIMD target: the best of a few passes.
+// clang-format off: Highway needs this order
 #include "cpu/targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/machine_limits.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format on
 
 #include "cpu/machine_limits.h"
 #include "hwy/highway.h"

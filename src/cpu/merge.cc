@@ -1,8 +1,10 @@
 // Combining attention over disjoint parts of the keys: the chunks of a split call, and the caller's own states.
+// clang-format off: Highway needs this order
 #include "cpu/targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/merge.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format on
 
 #include <algorithm>
 #include <cmath>
@@ -59,8 +61,7 @@ void merge_partials(const Job& job, std::int32_t row) {
     const auto part = [&](std::int64_t i) { return job.partial_out + ((first + i) * heads + h) * dim; };
     const auto part_lse = [&](std::int64_t i) { return job.partial_lse[(first + i) * heads + h]; };
     const float sink = job.extras.sinks != nullptr ? job.extras.sinks[h] : kNegInf;
-    auto* out =
-        static_cast<typename Out::Raw*>(job.out.data) + row * job.out.row_stride + h * job.out.head_stride;
+    auto* out = static_cast<typename Out::Raw*>(job.out.data) + row * job.out.row_stride + h * job.out.head_stride;
     const float lse = merge_parts<Float32, Out>(count, part, part_lse, sink, dim, out);
     if (job.lse != nullptr) job.lse[std::int64_t{row} * heads + h] = lse;
   }

@@ -8,8 +8,8 @@
 
 namespace fiw {
 
-/// One attention call over paged (`kv` and `table`) or ragged (`ragged`) K/V, on host memory. Defaults in `params` may be
-/// unresolved (sm_scale <= 0, head_dim_vo 0).
+/// One attention call over paged (`kv` and `table`) or ragged (`ragged`) K/V, on host memory. Defaults in `params` may
+/// be unresolved (sm_scale <= 0, head_dim_vo 0).
 struct ReferenceCall {
   ConstTensor q;
   std::span<const std::int32_t> qo_indptr;  ///< [batch + 1]
@@ -20,7 +20,8 @@ struct ReferenceCall {
   AttentionExtras extras;
 };
 
-/// One query row and head: writes `out` [head_dim_vo] and returns the LSE (natural logarithm; -infinity for an empty row).
+/// One query row and head: writes `out` [head_dim_vo] and returns the LSE (natural logarithm; -infinity for an empty
+/// row).
 double reference_row(const ReferenceCall& call, std::int64_t row, std::int32_t qo_head, std::span<double> out);
 
 }  // namespace fiw

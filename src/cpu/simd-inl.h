@@ -48,8 +48,7 @@ HWY_INLINE hn::Vec<D> decode(D d, VU code) {
   const auto normal = hn::Add(wide, hn::Set(du, std::uint32_t{127 - Element::kBias} << 23));
   // A subnormal is read with the smallest normal exponent, less the leading one that it lacks.
   const auto least = hn::Set(du, std::uint32_t{128 - Element::kBias} << 23);
-  const auto subnormal =
-      hn::BitCast(du, hn::Sub(hn::BitCast(d, hn::Add(wide, least)), hn::BitCast(d, least)));
+  const auto subnormal = hn::BitCast(du, hn::Sub(hn::BitCast(d, hn::Add(wide, least)), hn::BitCast(d, least)));
   const auto signed_magnitude = hn::BitCast(di, magnitude);
   const auto is_subnormal = hn::RebindMask(du, hn::Lt(signed_magnitude, hn::Set(di, 1 << Element::kMantissa)));
   const auto is_special = hn::RebindMask(du, hn::Gt(signed_magnitude, hn::Set(di, std::int32_t{kSpecial} - 1)));
@@ -113,23 +112,24 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> encode(D d, hn::Vec<D> value) {
     constexpr std::uint32_t kMagnitude = (1U << (Element::kBits - 1)) - 1U;
     constexpr bool kE4M3 = std::is_same_v<Element, E4M3>;
     constexpr std::uint32_t kInfinity = kMagnitude + 1U - (1U << Element::kMantissa);
-    constexpr std::uint32_t kLargest = kE4M3 ? kMagnitude - 1U
+    constexpr std::uint32_t kLargest = kE4M3                                                     ? kMagnitude - 1U
                                        : Element::kBits == 8 || kOverflow == Overflow::kSaturate ? kInfinity - 1U
                                                                                                  : kInfinity;
-    constexpr std::uint32_t kNan = kE4M3 || Element::kBits == 8 ? kMagnitude : kInfinity | 1U << (Element::kMantissa - 1);
+    constexpr std::uint32_t kNan =
+        kE4M3 || Element::kBits == 8 ? kMagnitude : kInfinity | 1U << (Element::kMantissa - 1);
     constexpr std::uint32_t kLeastNormal = std::uint32_t{128 - Element::kBias} << 23;
     // Adding a float whose last bit weighs as much as the smallest subnormal rounds to a whole number of those.
     constexpr std::uint32_t kShifter = std::uint32_t{127 + 24 - Element::kBias - Element::kMantissa} << 23;
 
     const auto odd = hn::And(hn::ShiftRight<kDropped>(magnitude), one);
     const auto sum = hn::Add(hn::Add(magnitude, hn::Set(du, (1U << (kDropped - 1)) - 1U)), odd);
-    const auto normal = hn::Sub(hn::ShiftRight<kDropped>(sum),
-                                hn::Set(du, std::uint32_t{127 - Element::kBias} << Element::kMantissa));
+    const auto normal =
+        hn::Sub(hn::ShiftRight<kDropped>(sum), hn::Set(du, std::uint32_t{127 - Element::kBias} << Element::kMantissa));
     const auto shifter = hn::Set(du, kShifter);
     const auto subnormal =
         hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(d, magnitude), hn::BitCast(d, shifter))), shifter);
-    const auto is_subnormal = hn::RebindMask(
-        du, hn::Lt(hn::BitCast(di, magnitude), hn::Set(di, static_cast<std::int32_t>(kLeastNormal))));
+    const auto is_subnormal =
+        hn::RebindMask(du, hn::Lt(hn::BitCast(di, magnitude), hn::Set(di, static_cast<std::int32_t>(kLeastNormal))));
     const auto code = hn::BitCast(di, hn::IfThenElse(is_subnormal, subnormal, normal));
     const auto capped = hn::BitCast(du, hn::Min(code, hn::Set(di, static_cast<std::int32_t>(kLargest))));
     const auto sign = hn::ShiftRight<32 - Element::kBits>(hn::Xor(bits, magnitude));

@@ -73,44 +73,62 @@ HWY_INLINE void sum_lanes(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec
   const auto ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   const auto low = hn::InterleaveLower(dd, hn::BitCast(dd, ab), hn::BitCast(dd, ce));
   const auto high = hn::InterleaveUpper(dd, hn::BitCast(dd, ab), hn::BitCast(dd, ce));
-  const auto total = fold_rows<4>(d, hn::Add(hn::BitCast(d, low), hn::BitCast(d, high)),
-                                  [](auto x, auto y) { return hn::Add(x, y); });
+  const auto total =
+      fold_rows<4>(d, hn::Add(hn::BitCast(d, low), hn::BitCast(d, high)), [](auto x, auto y) { return hn::Add(x, y); });
   hn::StoreU(total, Four(), sums);
 #endif
 }
 
 /// Keys in flight at once: as many sums as 16 registers allow.
 template <int kRows>
-inline constexpr int kKeysAtOnce = kRows == 4 ? 3 : kRows == 2 ? 4 : 8;
+inline constexpr int kKeysAtOnce = kRows == 4   ? 3
+                                   : kRows == 2 ? 4
+                                                : 8;
 
-/// Logits of kRows rows with the keys that `k` points at, key by key.
+/// Bytes that a request to memory brings.
+inline constexpr std::int32_t kLineBytes = 64;
+
+template <class Raw>
+HWY_INLINE void prefetch(const Raw* from) {
+  __builtin_prefetch(from, 0, 2);
+}
+
+/// Logits of kRows rows with the keys that `k` points at, key by key. Meanwhile the rows that `ahead` points at are
+/// fetched.
 template <class Element, int kRows, class D>
 HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
-                         const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>], float* HWY_RESTRICT logits) {
+                         const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>],
+                         const typename Element::Raw* const* HWY_RESTRICT ahead, float* HWY_RESTRICT logits) {
   constexpr int kKeys = kKeysAtOnce<kRows>;
+  constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
   hn::Vec<D> sums[kKeys * kRows];
   HWY_UNROLL(12)
   for (int i = 0; i < kKeys * kRows; ++i) sums[i] = hn::Zero(d);
-  for (std::int32_t c = 0; c < dim; c += static_cast<std::int32_t>(hn::Lanes(d))) {
-    if constexpr (kRows == 4) {
-      hn::Vec<D> keys[kKeys];
-      HWY_UNROLL(8)
-      for (int t = 0; t < kKeys; ++t) keys[t] = load<Element>(d, k[t] + c);
-      HWY_UNROLL(4)
-      for (int r = 0; r < kRows; ++r) {
-        const auto row = hn::LoadU(d, q + r * dim + c);
+  for (std::int32_t line = 0; line < dim; line += kLine) {
+    HWY_UNROLL(8)
+    for (int t = 0; t < kKeys; ++t) prefetch(ahead[t] + line);
+    const std::int32_t end = std::min(line + kLine, dim);
+    for (std::int32_t c = line; c < end; c += static_cast<std::int32_t>(hn::Lanes(d))) {
+      if constexpr (kRows == 4) {
+        hn::Vec<D> keys[kKeys];
         HWY_UNROLL(8)
-        for (int t = 0; t < kKeys; ++t) sums[t * kRows + r] = hn::MulAdd(keys[t], row, sums[t * kRows + r]);
-      }
-    } else {
-      hn::Vec<D> rows[kRows];
-      HWY_UNROLL(4)
-      for (int r = 0; r < kRows; ++r) rows[r] = hn::LoadU(d, q + r * dim + c);
-      HWY_UNROLL(8)
-      for (int t = 0; t < kKeys; ++t) {
-        const auto key = load<Element>(d, k[t] + c);
+        for (int t = 0; t < kKeys; ++t) keys[t] = load<Element>(d, k[t] + c);
         HWY_UNROLL(4)
-        for (int r = 0; r < kRows; ++r) sums[t * kRows + r] = hn::MulAdd(key, rows[r], sums[t * kRows + r]);
+        for (int r = 0; r < kRows; ++r) {
+          const auto row = hn::LoadU(d, q + r * dim + c);
+          HWY_UNROLL(8)
+          for (int t = 0; t < kKeys; ++t) sums[t * kRows + r] = hn::MulAdd(keys[t], row, sums[t * kRows + r]);
+        }
+      } else {
+        hn::Vec<D> rows[kRows];
+        HWY_UNROLL(4)
+        for (int r = 0; r < kRows; ++r) rows[r] = hn::LoadU(d, q + r * dim + c);
+        HWY_UNROLL(8)
+        for (int t = 0; t < kKeys; ++t) {
+          const auto key = load<Element>(d, k[t] + c);
+          HWY_UNROLL(4)
+          for (int r = 0; r < kRows; ++r) sums[t * kRows + r] = hn::MulAdd(key, rows[r], sums[t * kRows + r]);
+        }
       }
     }
   }
@@ -120,63 +138,15 @@ HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
   }
 }
 
-/// Asks for the rows of a block ahead of time, in the order in which they lie in memory, a few cache lines at a time.
-template <class Raw>
-class Fetcher {
- public:
-  Fetcher(const TokenArray& array, std::int32_t heads, std::int32_t dim, const std::int64_t* offsets,
-          std::int32_t tokens)
-      : data_(static_cast<const Raw*>(array.data)),
-        head_stride_(array.stride.head),
-        offsets_(offsets),
-        row_bytes_(dim * static_cast<std::int64_t>(sizeof(Raw))),
-        heads_inside_(array.stride.token >= array.stride.head),
-        inner_end_(heads_inside_ ? heads : tokens),
-        outer_end_(heads_inside_ ? tokens : heads) {
-    if (inner_end_ > 0 && outer_end_ > 0) enter_row();
-  }
-
-  HWY_INLINE void step(std::int32_t lines) {
-    for (; lines > 0 && line_ < row_end_; --lines) {
-      __builtin_prefetch(line_, 0, 2);
-      line_ += 64;
-      if (line_ >= row_end_) next_row();
-    }
-  }
-
- private:
-  void next_row() {
-    if (++inner_ == inner_end_) {
-      inner_ = 0;
-      if (++outer_ == outer_end_) return;
-    }
-    enter_row();
-  }
-  void enter_row() {
-    const std::int32_t token = heads_inside_ ? outer_ : inner_;
-    const std::int32_t head = heads_inside_ ? inner_ : outer_;
-    line_ = reinterpret_cast<const char*>(data_ + offsets_[token] + head * head_stride_);
-    row_end_ = line_ + row_bytes_;
-  }
-
-  const Raw* data_;
-  std::int64_t head_stride_;
-  const std::int64_t* offsets_;
-  std::int64_t row_bytes_;
-  bool heads_inside_;  ///< heads lie closer together than tokens
-  std::int32_t inner_end_;
-  std::int32_t outer_end_;
-  std::int32_t inner_ = 0;
-  std::int32_t outer_ = 0;
-  const char* line_ = nullptr;
-  const char* row_end_ = nullptr;
-};
-
-/// acc = acc * decay + sum over keys of weight * value, for kVectors vectors of elements.
-template <class Element, int kRows, int kVectors, class D>
+/// acc = acc * decay + sum over keys of weight * value, for kVectors vectors of elements that start at element `first`.
+/// With kFetch, the lines at that element of the rows that `ahead` points at are fetched.
+template <class Element, int kRows, int kVectors, bool kFetch, class D>
 HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t stride, std::int32_t count,
                            const typename Element::Raw* v, const std::int64_t* HWY_RESTRICT offsets,
-                           const float* HWY_RESTRICT decay, float* HWY_RESTRICT acc, std::int32_t dim) {
+                           const float* HWY_RESTRICT decay, float* HWY_RESTRICT acc, std::int32_t dim,
+                           std::int32_t first, const typename Element::Raw* const* HWY_RESTRICT ahead) {
+  v += first;
+  acc += first;
   constexpr int kLanes = static_cast<int>(hn::MaxLanes(D()));
   hn::Vec<D> sums[kRows * kVectors];
   HWY_UNROLL(4)
@@ -189,6 +159,7 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
   }
   for (std::int32_t t = 0; t < count; ++t, weights += stride) {
     const auto* from = v + offsets[t];
+    if constexpr (kFetch) prefetch(ahead[t] + first);
     hn::Vec<D> values[kVectors];
     HWY_UNROLL(8)
     for (int c = 0; c < kVectors; ++c) values[c] = load<Element>(d, from + c * kLanes);
@@ -208,22 +179,24 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
   }
 }
 
-/// As add_values for whole rows of `dim` elements. Fetches as much as it reads, if `fetcher` is given.
+/// As add_values for whole rows of `dim` elements; `ahead` null: nothing is fetched.
 template <class Element, int kRows, class D>
 HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride, std::int32_t count,
                                  const typename Element::Raw* v, const std::int64_t* offsets, const float* decay,
-                                 float* acc, std::int32_t dim, Fetcher<typename Element::Raw>* fetcher) {
+                                 float* acc, std::int32_t dim, const typename Element::Raw* const* ahead) {
   constexpr int kVectors = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
-  constexpr std::int32_t kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
-  const std::int32_t lines = count * kVectors * kLanes * static_cast<std::int32_t>(sizeof(typename Element::Raw)) / 64;
+  constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
+  constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
+  const auto add = [&](auto vectors, std::int32_t c) {
+    if (ahead != nullptr && c % kLine == 0) {
+      add_values<Element, kRows, vectors(), true>(d, weights, stride, count, v, offsets, decay, acc, dim, c, ahead);
+    } else {
+      add_values<Element, kRows, vectors(), false>(d, weights, stride, count, v, offsets, decay, acc, dim, c, ahead);
+    }
+  };
   std::int32_t c = 0;
-  for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) {
-    if (fetcher != nullptr) fetcher->step(lines);
-    add_values<Element, kRows, kVectors>(d, weights, stride, count, v + c, offsets, decay, acc + c, dim);
-  }
-  for (; c < dim; c += kLanes) {
-    add_values<Element, kRows, 1>(d, weights, stride, count, v + c, offsets, decay, acc + c, dim);
-  }
+  for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) add(std::integral_constant<int, kVectors>(), c);
+  for (; c < dim; c += kLanes) add(std::integral_constant<int, 1>(), c);
 }
 
 /// Turns a tile's logits into weights in place; `top`, `sum` and `decay` hold four lanes in the rows' pattern. `decay`
@@ -304,8 +277,7 @@ struct Stream {
 
   /// Rows first_row .. first_row + kRows - 1 of one KV head over one block.
   template <int kRows, class D>
-  HWY_NOINLINE void tile(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row,
-                         Fetcher<Raw>* k_fetcher, Fetcher<Raw>* v_fetcher) const {
+  HWY_NOINLINE void tile(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row) const {
     constexpr int kKeys = kKeysAtOnce<kRows>;
     const std::int32_t dim_qk = job.params.head_dim_qk;
     const std::int32_t dim_vo = job.params.head_dim_vo;
@@ -315,13 +287,15 @@ struct Stream {
     const Raw* k = head(job.k, kv_head);
     const Raw* v = head(job.v, kv_head);
 
-    const std::int32_t lines = kKeys * dim_qk * static_cast<std::int32_t>(sizeof(Raw)) / 64;
+    // Each head's turn fetches its share of the next block, once.
+    const bool fetch = first_row == 0;
+    const Raw* const* k_ahead = at<const Raw*>(layout.k_ahead) + std::int64_t{kv_head} * block.count;
+    const Raw* const* v_ahead = at<const Raw*>(layout.v_ahead) + std::int64_t{kv_head} * block.count;
     for (std::int32_t t = 0; t < block.count; t += kKeys) {
-      if (k_fetcher != nullptr) k_fetcher->step(lines);
       const Raw* keys[kKeys];
       HWY_UNROLL(8)
       for (int i = 0; i < kKeys; ++i) keys[i] = k + block.k_offsets[std::min(t + i, block.count - 1)];
-      dot_keys<Element, kRows>(d, q, dim_qk, keys, logits + t * kRows);
+      dot_keys<Element, kRows>(d, q, dim_qk, keys, fetch ? k_ahead + t : keys, logits + t * kRows);
     }
 
     const std::uint64_t* visible = at<std::uint64_t>(layout.visible);
@@ -331,7 +305,8 @@ struct Stream {
     const std::int64_t lanes = tile_slot(kv_head, first_row);
     weigh_rows<kRows>(d, logits, block.count, at<float>(layout.top) + lanes, at<float>(layout.sum) + lanes, decay);
     if (seen_by_all) {
-      add_value_rows<Element, kRows>(d, logits, kRows, block.count, v, block.v_offsets, decay, acc, dim_vo, v_fetcher);
+      add_value_rows<Element, kRows>(d, logits, kRows, block.count, v, block.v_offsets, decay, acc, dim_vo,
+                                     fetch ? v_ahead : nullptr);
       return;
     }
     // A hidden value may be NaN or infinite, so it must not even be multiplied by 0: row by row, run by run.
@@ -374,25 +349,41 @@ struct Stream {
     return seen_by_all;
   }
 
+  /// Lists the rows of the next block in the order in which they lie in memory, as many as this block has and a few
+  /// more; what the next block lacks is filled up with a row that is cached.
+  void plan_fetch(const TokenArray& array, const Block& block, std::int32_t next_count, const std::int64_t* offsets,
+                  const Raw** ahead) const {
+    const std::int32_t heads = job.params.num_kv_heads;
+    const Raw** const end = ahead + std::int64_t{heads} * block.count + StreamScratch::kSpareKeys;
+    if (array.stride.token >= array.stride.head) {
+      for (std::int32_t t = 0; t < next_count; ++t) {
+        for (std::int32_t h = 0; h < heads; ++h) *ahead++ = head(array, h) + offsets[t];
+      }
+    } else {
+      for (std::int32_t h = 0; h < heads; ++h) {
+        for (std::int32_t t = 0; t < next_count; ++t) *ahead++ = head(array, h) + offsets[t];
+      }
+    }
+    std::fill(ahead, end, at<const Raw>(layout.logits));
+  }
+
   template <class D>
   void add_block(D d, const Block& block, const Block& next) const {
     const std::int32_t heads = job.params.num_kv_heads;
-    Fetcher<Raw> k_fetcher(job.k, heads, job.params.head_dim_qk, next.k_offsets, next.count);
-    Fetcher<Raw> v_fetcher(job.v, heads, job.params.head_dim_vo, next.v_offsets, next.count);
+    plan_fetch(job.k, block, next.count, next.k_offsets, at<const Raw*>(layout.k_ahead));
+    plan_fetch(job.v, block, next.count, next.v_offsets, at<const Raw*>(layout.v_ahead));
     for (std::int32_t p = 0; p < request.qo_len; ++p) {
       at<std::uint64_t>(layout.visible)[p] = visible_bits(job, request, p, block.first, block.count);
     }
     for (std::int32_t h = 0; h < heads; ++h) {
       for (std::int32_t row = 0; row < rows; row += kTileRows) {
-        Fetcher<Raw>* k_ahead = row == 0 ? &k_fetcher : nullptr;
-        Fetcher<Raw>* v_ahead = row == 0 ? &v_fetcher : nullptr;
         const std::int32_t left = rows - row;
         if (kTileRows == 1 || left == 1) {
-          tile<1>(d, block, h, row, k_ahead, v_ahead);
+          tile<1>(d, block, h, row);
         } else if (left == 2) {
-          tile<2>(d, block, h, row, k_ahead, v_ahead);
+          tile<2>(d, block, h, row);
         } else {
-          tile<4>(d, block, h, row, k_ahead, v_ahead);
+          tile<4>(d, block, h, row);
         }
       }
     }

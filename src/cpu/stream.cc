@@ -1,8 +1,10 @@
 // The few-row kernel, for every KV element type.
+// clang-format off: Highway needs this order
 #include "cpu/targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/stream.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format on
 
 #include "cpu/stream-inl.h"
 

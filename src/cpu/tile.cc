@@ -2,10 +2,12 @@
 //
 // Rows lie along vector lanes everywhere: logits, weights, maxima and outputs are all stored transposed. So the softmax
 // needs no sums across lanes, keys and values are broadcast from plain rows, and no dimension needs a vector tail.
+// clang-format off: Highway needs this order
 #include "cpu/targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/tile.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format on
 
 #include <algorithm>
 
@@ -145,8 +147,8 @@ inline void shape_logits(const Job& job, const Lanes& lanes, std::int32_t lane, 
 }
 
 /// Turns logits into weights for one vector of rows.
-inline void weigh_rows(const Lanes& lanes, std::int32_t lane, std::int32_t begin, std::int32_t end,
-                       std::int32_t width, float* HWY_RESTRICT logits) {
+inline void weigh_rows(const Lanes& lanes, std::int32_t lane, std::int32_t begin, std::int32_t end, std::int32_t width,
+                       float* HWY_RESTRICT logits) {
   const auto top = hn::Load(kWide, lanes.top + lane);
   auto highest = top;
   for (std::int32_t t = begin; t < end; ++t) {
@@ -271,8 +273,8 @@ struct Tile {
       const KeyRange keys = job.visible(request, p);
       for (std::int32_t t = begin; t < end; ++t) {
         const std::int32_t key = first + t;
-        const bool seen = key >= keys.begin && key < keys.end &&
-                          (job.extras.mask == nullptr || !job.masked(request, p, key));
+        const bool seen =
+            key >= keys.begin && key < keys.end && (job.extras.mask == nullptr || !job.masked(request, p, key));
         visible[std::int64_t{t} * columns + lane] = seen ? ~std::uint32_t{0} : 0U;
       }
     }
@@ -316,8 +318,8 @@ struct Tile {
                             job.params.head_dim_qk, begin, end, weights);
     for (std::int32_t lane = 0; lane < kVectors * kLanes; lane += kLanes) {
       if (hidden || job.capped() || job.extras.alibi_slopes != nullptr) {
-        shape_logits(job, lanes, panel + lane, first, begin, end, kVectors * kLanes,
-                     hidden ? visible + lane : nullptr, weights + lane);
+        shape_logits(job, lanes, panel + lane, first, begin, end, kVectors * kLanes, hidden ? visible + lane : nullptr,
+                     weights + lane);
       }
       weigh_rows(lanes, panel + lane, begin, end, kVectors * kLanes, weights + lane);
     }

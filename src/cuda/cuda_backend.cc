@@ -132,6 +132,7 @@ class CudaBackend final : public Backend {
   PinnedRing ring_;
   std::unordered_set<const void*> prepared_;
   std::optional<TableCache> tables_;
+  std::vector<MergePart> parts_;  ///< of the call at hand
 };
 
 class CudaBackend::Temporary {
@@ -154,6 +155,7 @@ class CudaBackend::Temporary {
 CudaBackend::CudaBackend(int device, const Allocator& allocator)
     : device_(device), allocator_(allocator), route_(route_from_environment()) {
   measure();
+  check(load_merge_kernels(), "loading the merge kernels");
   check(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   tables_.emplace(*this);
 }
@@ -515,21 +517,20 @@ void CudaBackend::append(const AppendLaunch& launch) {
 void CudaBackend::merge(const MergeLaunch& launch) {
   const DeviceGuard guard(device_);
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  std::vector<MergePart> parts;
-  parts.reserve(launch.parts.size());
+  parts_.clear();
   for (const PartialState& part : launch.parts) {
-    parts.push_back({part.out.data, part.lse, part.out.row_stride, part.out.head_stride});
+    parts_.push_back({part.out.data, part.lse, part.out.row_stride, part.out.head_stride});
   }
   std::optional<Temporary> device_parts;
-  if (parts.size() > kInlineParts) {
-    const std::size_t bytes = parts.size() * sizeof(MergePart);
+  if (parts_.size() > kInlineParts) {
+    const std::size_t bytes = parts_.size() * sizeof(MergePart);
     device_parts.emplace(*this, bytes, launch.stream, "states to merge");
     const std::span<std::byte> staged = stage(device_parts->data(), bytes);
-    std::ranges::copy(std::as_bytes(std::span(parts)), staged.begin());
+    std::ranges::copy(std::as_bytes(std::span(parts_)), staged.begin());
     upload(device_parts->data(), staged, launch.stream);
   }
   timeline_.enter(stream);
-  check(merge_states(parts, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
+  check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
                      launch.out, launch.lse, stream),
         "launching the merge kernel");
   timeline_.leave(stream);

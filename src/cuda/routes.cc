@@ -35,9 +35,10 @@ void refuse_unbuilt(const StepSpec& spec) {
               to_string(wanted.q), to_string(wanted.kv), wanted.head_dim_qk, wanted.head_dim_vo);
 }
 
+// The CUDA cores take exactly one query row a request, which a batch-invariant prefill cannot promise of its batch.
 bool core_serves(const RouteRequest& request) noexcept {
-  return request.paged && request.max_qo_len == 1 && !request.spec.custom_mask &&
-         find_core(request.spec, has_options(request.spec)) != nullptr;
+  return request.paged && request.max_qo_len == 1 && request.total_rows == request.batch && !request.any_qo_len &&
+         !request.spec.custom_mask && find_core(request.spec, has_options(request.spec)) != nullptr;
 }
 
 // Gathered K and V beyond this are left to the tiles, which need no copy.
@@ -49,8 +50,9 @@ bool hopper_serves(const RouteRequest& request, const DeviceProps& device) noexc
   if (spec.custom_mask || spec.alibi || spec.params.window_left >= 0 || spec.params.logits_soft_cap > 0) return false;
   if (request.total_kv == 0 || request.total_kv > std::numeric_limits<std::int32_t>::max()) return false;
   if (find_hopper(spec, false) == nullptr) return false;
-  if (!request.paged) return spec.kv_dtype == spec.q_dtype;
-  return gather_bytes(spec, request.total_kv) <= std::min(request.scratch_limit, kMostGathered);
+  // The copy widens fp8 exactly; other types would be rounded.
+  if (spec.kv_dtype != spec.q_dtype && !(request.paged && is_fp8(spec.kv_dtype))) return false;
+  return !request.paged || gather_bytes(spec, request.total_kv) <= std::min(request.scratch_limit, kMostGathered);
 }
 
 // FA3 neither packs the heads of a group into a tile nor cuts keys: it needs long queries, and enough of them to fill
@@ -58,7 +60,7 @@ bool hopper_serves(const RouteRequest& request, const DeviceProps& device) noexc
 bool hopper_pays(const RouteRequest& request, const DeviceProps& device) noexcept {
   constexpr std::int64_t kTileTokens = 128;
   const std::int64_t works = request.total_rows / kTileTokens * request.spec.params.num_qo_heads;
-  return request.total_rows >= kTileTokens * request.batch && 4 * works >= 3 * device.num_workers;
+  return 2 * request.total_rows >= 3 * kTileTokens * request.batch && 4 * works >= 3 * device.num_workers;
 }
 
 }  // namespace

@@ -48,11 +48,15 @@ std::int64_t rows_of_items(std::int64_t items, std::int32_t qo_len, std::int32_t
   return items * tile_rows / group;
 }
 
+bool is_cuda(KernelFamily family) noexcept {
+  return family == KernelFamily::kCudaCore || family == KernelFamily::kTensorTile;
+}
+
 // Two CUDA kernels address partial outputs with 32-bit element offsets.
 void check_partial_elements(const ScheduleShape& shape, const WorkLoad& work) {
   const std::int64_t row_elements = std::int64_t{work.num_qo_heads} * work.head_dim_vo;
-  const bool cuda = shape.family == KernelFamily::kCudaCore || shape.family == KernelFamily::kTensorTile;
-  if (cuda && row_elements > 0 && shape.partial_rows > std::numeric_limits<std::uint32_t>::max() / row_elements) {
+  if (is_cuda(shape.family) && row_elements > 0 &&
+      shape.partial_rows > std::numeric_limits<std::uint32_t>::max() / row_elements) {
     fail(Reason::kSizeOverflow, "partial outputs are {} rows of {} elements, which 32-bit offsets do not reach",
          shape.partial_rows, row_elements);
   }
@@ -149,8 +153,10 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
     chunk_pages = policy.fixed_chunk_tokens > 0 ? fixed_chunk_pages(work, policy) : choose_chunk(tiling, totals, grid);
   }
   const std::int64_t items = tiling.items(chunk_pages);
-  // A graph's kernels read the chunk at replay, when a later table may need it.
-  shape.split_kv = may_split && (policy.graph || items > totals.uncut_items);
+  // A graph's kernels read the chunk at replay, when a later table may need it. A fixed split merges even a single chunk:
+  // a request's arithmetic must not tell whether another one was cut.
+  const bool always = policy.graph || policy.fixed_chunk_tokens > 0;
+  shape.split_kv = may_split && (always || items > totals.uncut_items);
   if (!shape.split_kv) chunk_pages = totals.longest;
   shape.items = checked_int32(items, "the number of work items");
   shape.kv_chunk_tokens = checked_int32(std::int64_t{chunk_pages} * work.page_size, "the KV chunk in tokens");
@@ -275,7 +281,7 @@ ScheduleShape worst_shape(KernelFamily family, const DeviceProps& device, const 
   const std::int32_t least_chunk =
       policy.fixed_chunk_tokens > 0 ? fixed_chunk_pages(widest, policy) : grid.min_chunk_pages;
   const std::int64_t chunks = ceil_div(tiling.pages(0), least_chunk);
-  shape.split_kv = chunks > 1;
+  shape.split_kv = chunks > 1 || policy.fixed_chunk_tokens > 0;
   if (shape.split_kv) {
     shape.partial_rows = rows * chunks;
     if (policy.fixed_chunk_tokens == 0) {

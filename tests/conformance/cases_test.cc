@@ -198,6 +198,7 @@ class DirtyMemory {
     std::vector<std::byte> contents(block.size(), kGuardByte);
     std::fill_n(contents.begin() + static_cast<std::ptrdiff_t>(offset), bytes, std::byte{0xFF});
     block.write(contents);
+    synchronize(device_);  // the workspace writes on streams that wait for nothing
     std::byte* const memory = block.data() + offset;
     blocks_.emplace(memory, std::move(block));
     ++allocations_;

@@ -260,9 +260,10 @@ testing::AssertionResult Problem::check() {
   // Tensor cores round the softmax's weights to the queries' type before they sum and apply them, and split keys keep
   // partial results in it.
   const bool rounded_weights = device_ != kCpuDevice && case_.q_dtype != DType::kFloat32;
-  const double widening = rounded_weights ? 3 * slack : slack;
-  const Tolerance tolerance = Tolerance::of(case_.q_dtype).widened(widening);
-  const Tolerance lse_tolerance = Tolerance::of_lse(case_.q_dtype).widened(widening);
+  const double widening = rounded_weights ? 3.0 : 1.0;
+  const double logit_rounding = kLogitRounding * typical_logit();
+  const Tolerance tolerance = Tolerance::of(case_.q_dtype).widened(widening, logit_rounding);
+  const Tolerance lse_tolerance = Tolerance::of_lse(case_.q_dtype).widened(widening, logit_rounding);
   const auto failure = [&](const std::string& where, double expected, double actual) {
     return testing::AssertionFailure() << where << ": expected " << expected << ", got " << actual << "\n  in "
                                        << case_;

@@ -63,6 +63,7 @@ struct Tolerance {
   double relative = 0.0;
 
   bool admits(double expected, double actual) const;
+  Tolerance widened(double factor, double term) const { return {factor * absolute + term, factor * relative}; }
   /// For attention outputs of unit-normal data in this dtype: its rounding plus what fp32 sums leave.
   static Tolerance of(DType dtype);
   /// For the logarithm of the sum of exponentials of queries in this dtype.

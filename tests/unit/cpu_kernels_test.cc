@@ -1,10 +1,11 @@
 // The CPU kernels on every SIMD target of this machine, not only the best one: element conversions bit by bit, and
 // whole attention calls.
+// clang-format off: Highway needs this order
+#include "cpu/targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "unit/cpu_kernels_test.cc"
-#include "cpu/targets.h"
-// Highway's own order of inclusion.
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format on
 
 #include "cpu/simd-inl.h"
 
@@ -148,8 +149,8 @@ TEST_P(CpuKernels, StoreRoundsAndSaturates) {
         saturate ? store_saturated(expected.data(), dtype, i, value) : store_float(expected.data(), dtype, i, value);
         const std::size_t at = static_cast<std::size_t>(i) * size_of(dtype);
         ASSERT_EQ(std::memcmp(&actual[at], &expected[at], size_of(dtype)), 0)
-            << value << " (bits " << std::bit_cast<std::uint32_t>(value) << ") to " << to_string(dtype)
-            << ", saturate " << saturate << ": " << load_float(actual.data(), dtype, i) << ", expected "
+            << value << " (bits " << std::bit_cast<std::uint32_t>(value) << ") to " << to_string(dtype) << ", saturate "
+            << saturate << ": " << load_float(actual.data(), dtype, i) << ", expected "
             << load_float(expected.data(), dtype, i);
       }
     }
@@ -299,8 +300,8 @@ TEST_P(CpuKernels, NanReachesThoseWhoSeeIt) {
       const std::int32_t qo_indptr[] = {0, qo_len};
       const std::int32_t kv_indptr[] = {0, kv_len};
       const AttentionParams params{.num_qo_heads = kHeads, .num_kv_heads = 1, .head_dim_qk = kDim};
-      make_workspace(kCpuDevice)->ragged_prefill(q.device(), qo_indptr, k.device(), v.device(), kv_indptr, params,
-                                                 out.device());
+      make_workspace(kCpuDevice)
+          ->ragged_prefill(q.device(), qo_indptr, k.device(), v.device(), kv_indptr, params, out.device());
       out.download();
       for (std::int32_t p = 0; p < qo_len; ++p) {
         const bool sees = hit <= kv_len - qo_len + p;

@@ -12,7 +12,10 @@ constexpr int kThreads = 128;
 
 __device__ __forceinline__ float load(const float* p) { return *p; }
 __device__ __forceinline__ float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
-__device__ __forceinline__ float load(const half* p) { return __half2float(*p); }
+__device__ __forceinline__ float load(const half* p) {
+  const float x = __half2float(*p);
+  return isnan(x) ? __int_as_float(0x7FC00000) : x;
+}
 
 // Nearest even; fp16 and fp8 saturate. NaN stays NaN, with the bits that the CPU backend gives it.
 __device__ __forceinline__ void store(float* p, float x) { *p = x; }
@@ -27,7 +30,7 @@ __device__ __forceinline__ void store(__nv_fp8_e4m3* p, float x) {
   p->__x = isnan(x) ? 0x7F : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
 }
 __device__ __forceinline__ void store(__nv_fp8_e5m2* p, float x) {
-  p->__x = isnan(x) ? 0x7E : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+  p->__x = isnan(x) ? 0x7F : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
 }
 
 struct Side {

@@ -27,14 +27,22 @@ struct Variant : flashinfer::AttentionVariantBase {
     qo_len = static_cast<std::uint32_t>(params.q_indptr[request + 1] - params.q_indptr[request]);
     kv_len = params.kv_len(request);
     window_left = params.skip_window >= 0 ? static_cast<std::uint32_t>(params.skip_window) : kv_len;
-    sm_scale_log2 = kOptions ? flashinfer::math::log2e : params.sm_scale * flashinfer::math::log2e;
+    sm_scale_log2 = changes_logits(params) ? flashinfer::math::log2e : params.sm_scale * flashinfer::math::log2e;
     mask = kMasked && params.mask != nullptr ? params.mask + params.mask_indptr[request] : nullptr;
+  }
+
+  /// Whether scores are more than scaled. Where they are not, every variant rounds alike, so that a request's result
+  /// does not hang on which variant its batch takes.
+  template <class Params>
+  __device__ __forceinline__ static bool changes_logits(const Params& params) {
+    return kOptions && (params.soft_cap > 0 || params.alibi_slopes != nullptr || params.k_head_scale != nullptr);
   }
 
   template <class Params, class T>
   __device__ __forceinline__ T LogitsTransform(const Params& params, T logits, std::uint32_t, std::uint32_t qo_idx,
                                                std::uint32_t kv_idx, std::uint32_t qo_head, std::uint32_t kv_head) {
     if constexpr (kOptions) {
+      if (!changes_logits(params)) return logits;
       float x = logits * params.sm_scale;
       if (params.k_head_scale != nullptr) x *= params.k_head_scale[kv_head];
       if (params.alibi_slopes != nullptr) {

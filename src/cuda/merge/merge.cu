@@ -152,6 +152,16 @@ cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStre
 
 }  // namespace
 
+cudaError_t load_merge_kernels() {
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(&merge_kernel<float, PartialSource>),
+                             reinterpret_cast<const void*>(&merge_kernel<half, PartialSource>),
+                             reinterpret_cast<const void*>(&merge_kernel<__nv_bfloat16, PartialSource>)}) {
+    if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel); status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, cudaStream_t stream) {
   return launch(
       PartialSource{

@@ -29,6 +29,9 @@ struct PartialRows {
   const float* sinks = nullptr;                ///< [heads], may be null
 };
 
+/// Loads the kernels that finish split calls on the current device, so that none of these loads at its first launch,
+/// when it would wait for whatever the device is doing.
+cudaError_t load_merge_kernels();
 /// Enqueues; `lse` may be null.
 cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, cudaStream_t stream);
 /// `device_parts` is a copy of `parts` on the device where there are more than kInlineParts, else unused.
