@@ -42,7 +42,7 @@ struct StreamScratch {
 
   StreamScratch(const AttentionParams& params, DType kv_dtype, std::int32_t max_qo_len) noexcept {
     // A block of all heads and the one being fetched share the second-level cache.
-    constexpr std::int64_t kBlockBytes = 128 << 10;
+    constexpr std::int64_t kBlockBytes = 64 << 10;
     const std::int64_t token_bytes = std::int64_t{params.num_kv_heads} * (params.head_dim_qk + params.head_dim_vo) *
                                      static_cast<std::int64_t>(size_of(kv_dtype));
     block = static_cast<std::int32_t>(std::clamp<std::int64_t>(kBlockBytes / token_bytes / 16 * 16, 16, 64));

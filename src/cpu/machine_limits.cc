@@ -54,6 +54,8 @@ float multiply_add(std::int64_t rounds, std::int64_t& operations) {
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -96,9 +98,11 @@ double best_rate(std::int32_t threads, const Work& work) {
 double measure_read_bandwidth(std::int32_t threads) {
   constexpr std::int64_t kFloats = std::int64_t{64} << 20;
   const std::int64_t share = kFloats / threads / 128 * 128;
+  constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::unique_ptr<float, void (*)(void*)> memory(
-      static_cast<float*>(std::aligned_alloc(64, kFloats * sizeof(float))), &std::free);
+      static_cast<float*>(std::aligned_alloc(kHugePage, kFloats * sizeof(float))), &std::free);
   if (memory == nullptr) return 0.0;
+  madvise(memory.get(), kFloats * sizeof(float), MADV_HUGEPAGE);
   std::fill_n(memory.get(), kFloats, 1.0F);
   return best_rate(threads, [&](std::int32_t thread, float& result) {
     result = HWY_DYNAMIC_DISPATCH(cpu::read_floats)(memory.get() + thread * share, share);

@@ -112,8 +112,8 @@ TEST_F(Cuda, UploadsInFlightAreNotOverwritten) {
   synchronize(kDevice);
   Gate gate(stream.get());
   for (const auto& problem : problems) {
-    workspace->decode(problem->q().device(), problem->cache().device(), problem->table(),
-                      problem->description().params, problem->out().device(), problem->device_lse(), {}, stream.get());
+    workspace->decode(problem->q().device(), problem->cache().device(), problem->table(), problem->description().params,
+                      problem->out().device(), problem->device_lse(), {}, stream.get());
     // A plan that fails between two good ones leaves nothing behind.
     AttentionParams bad = problem->description().params;
     bad.num_kv_heads = 3;
@@ -198,6 +198,25 @@ TEST_F(Cuda, TwoWorkspacesOnTwoThreads) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(wrong, 0);
+}
+
+TEST_F(Cuda, LongPrefills) {
+  const auto workspace = make_workspace(kDevice);
+  for (int round = 0; round < 6; ++round) {
+    Case c{.op = round % 2 == 0 ? Op::kPrefill : Op::kRagged,
+           .params = {.num_qo_heads = 32, .num_kv_heads = 8, .head_dim_qk = 128},
+           .sinks = round % 3 == 1};
+    c.params.causal = round < 4;
+    for (int r = 0; r < 4; ++r) {
+      c.qo_lens.push_back(rng_.uniform(r == 3 ? 0 : 129, 700));
+      c.kv_lens.push_back(r == 1 ? rng_.uniform(1, 128) : c.qo_lens.back() + rng_.uniform(0, 900));
+    }
+    Problem problem(kDevice, c, rng_);
+    for (int again = 0; again < 20; ++again) {
+      problem.call(*workspace);
+      ASSERT_TRUE(problem.check()) << "round " << round << ", call " << again;
+    }
+  }
 }
 
 TEST_F(Cuda, KAndVOfDifferentStrides) {

@@ -2,27 +2,38 @@
 #include "device.h"
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 
+#include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "fiw/error.h"
 
 namespace fiw::cli {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};
+constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+/// Scattered pages of a cache miss the TLB as well as the caches, so large blocks ask for huge pages.
+void* allocate(std::size_t bytes) {
+  const std::size_t alignment = bytes >= kHugePage ? kHugePage : kAlignment;
+  const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, rounded);
+  if (memory != nullptr && alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
+  return memory;
+}
 
 }  // namespace
 
-Buffer::Buffer(std::size_t bytes) : memory_(::operator new(bytes, kAlignment, std::nothrow)), bytes_(bytes) {
+Buffer::Buffer(std::size_t bytes) : memory_(allocate(bytes)), bytes_(bytes) {
   if (!memory_) {
     throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for a block of {} bytes", bytes))
         .needs(bytes);
   }
 }
 
-void Buffer::Free::operator()(void* memory) const noexcept { ::operator delete(memory, kAlignment); }
+void Buffer::Free::operator()(void* memory) const noexcept { std::free(memory); }
 
 void Buffer::poison() noexcept { std::memset(data(), 0xFF, bytes_); }
 

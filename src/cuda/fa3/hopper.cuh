@@ -79,6 +79,60 @@ struct HopperVariant {
   }
 };
 
+/// Stores a tile's results: registers to shared memory, then to the output in whole rows.
+///
+/// FlashInfer's own store counts every thread twice at the barrier between the two, so that half of the warps can pass
+/// it before the others have written; and it lets the next tile's values overwrite the staged rows while some warps
+/// still read them. Here each thread arrives once, and leaves when all have read.
+template <class Traits>
+struct HopperEpilogue : flashinfer::CollectiveEpilogue<Traits> {
+  using Base = flashinfer::CollectiveEpilogue<Traits>;
+  using Params = typename Base::Params;
+
+  CUTLASS_DEVICE static void join() {
+    cutlass::arch::NamedBarrier::sync(Base::NUM_MMA_THREADS, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
+  }
+
+  template <class BlockCoord, class SharedStorage, class Output, class LogSums, class TiledMma>
+  CUTLASS_DEVICE void store(const Params& params, const Output& output, const LogSums& log_sums, SharedStorage& shared,
+                            TiledMma mma, int thread, const BlockCoord& coord) {
+    const int tile = cute::get<0>(coord);
+    const int head = cute::get<1>(coord);
+    const int first_row = cute::get<3>(coord);
+    const int rows = cute::get<5>(coord);
+
+    // The staged rows share their memory with V, which all warps must have read.
+    cutlass::arch::NamedBarrier::sync(Base::NUM_MMA_THREADS, static_cast<int>(flashinfer::NamedBarriers::kValueEmpty));
+    auto staged = cute::make_tensor(cute::make_smem_ptr(shared.smem_o.data()), typename Base::SmemLayoutO{});
+    auto to_shared = cute::make_tiled_copy_C(typename Base::SmemCopyAtomO{}, mma);
+    auto mine = to_shared.get_thread_slice(thread);
+    auto narrowed = flashinfer::convert_type<typename Base::DTypeO>(output);
+    auto from_registers = mine.retile_S(narrowed);
+    auto into_shared = mine.partition_D(staged);
+    cute::copy(to_shared, from_registers, into_shared);
+    cutlass::arch::fence_view_async_shared();
+    join();
+
+    if (params.lse_ptr != nullptr) {
+      auto places = cute::make_identity_tensor(cute::select<0, 1>(typename Base::TileShape_PDV{}));
+      auto own = mma.get_thread_slice(thread).partition_C(places);
+      auto own_rows = own(cute::make_coord(cute::_0{}, cute::_, cute::_0{}), cute::_, cute::_0{});
+      const int heads = cute::size<0>(params.layout_LSE);
+      if (cute::get<1>(own_rows(cute::_0{})) == 0) {
+#pragma unroll
+        for (int i = 0; i < cute::size(log_sums); ++i) {
+          const int row = tile * Base::CTA_Q + cute::get<0>(own_rows(i));
+          if (row < rows) params.lse_ptr[(static_cast<std::int64_t>(first_row) + row) * heads + head] = log_sums(i);
+        }
+      }
+    }
+    flashinfer::write_O<Base::NUM_COPY_THREADS>(params.O_ptr, typename Base::TiledCopyO{}, params.layout_O,
+                                                cute::select<0, 1>(typename Base::TileShape_PDV{}), staged, thread,
+                                                tile, head, first_row, rows, Base::NUM_WARPS - 1);
+    join();
+  }
+};
+
 template <class Q, int kHeadDimQk, int kHeadDimVo, bool kCausal, bool kSameForAllHeads>
 struct HopperInstance {
   using Element = flashinfer::cutlass_dtype_t<Q>;
@@ -86,7 +140,7 @@ struct HopperInstance {
   using Traits = flashinfer::AttentionKernelTraits<true, kHeadDimQk, kHeadDimVo, std::get<0>(kTile), std::get<1>(kTile),
                                                    2, Element, Element, Element, std::int32_t, HopperVariant>;
   using Mainloop = flashinfer::CollectiveMainloop<HopperExtras, Traits, kCausal>;
-  using Epilogue = flashinfer::CollectiveEpilogue<Traits>;
+  using Epilogue = HopperEpilogue<Traits>;
   using Scheduler = std::conditional_t<kSameForAllHeads, flashinfer::BatchPrefillTileScheduler<std::int32_t>,
                                        flashinfer::BatchPrefillPersistentTileScheduler<std::int32_t>>;
 

@@ -1,0 +1,1 @@
+// A file that is in no CMakeLists.txt, on purpose.
