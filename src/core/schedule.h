@@ -20,8 +20,8 @@ enum class KernelFamily : std::uint8_t {
   kHopper,      ///< FlashInfer's FA3 kernel with its persistent per-SM work lists
 };
 
-/// Packed (token, head-in-group) rows of a kCpuTile query tile.
-inline constexpr std::int32_t kCpuTileRows = 256;
+/// Packed (token, head-in-group) rows of a kCpuTile query tile: whole panels of 12, 24 and 48 rows.
+inline constexpr std::int32_t kCpuTileRows = 288;
 /// Most query tokens a request that kCpuStream takes; bounds the scratch it can ask for.
 inline constexpr std::int32_t kCpuStreamMaxQoLen = 64;
 

@@ -153,8 +153,8 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
     chunk_pages = policy.fixed_chunk_tokens > 0 ? fixed_chunk_pages(work, policy) : choose_chunk(tiling, totals, grid);
   }
   const std::int64_t items = tiling.items(chunk_pages);
-  // A graph's kernels read the chunk at replay, when a later table may need it. A fixed split merges even a single chunk:
-  // a request's arithmetic must not tell whether another one was cut.
+  // A graph's kernels read the chunk at replay, when a later table may need it. A fixed split merges even a single
+  // chunk: a request's arithmetic must not tell whether another one was cut.
   const bool always = policy.graph || (policy.fixed_chunk_tokens > 0 && items > 0);
   shape.split_kv = may_split && (always || items > totals.uncut_items);
   if (!shape.split_kv) chunk_pages = totals.longest;

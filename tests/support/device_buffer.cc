@@ -31,7 +31,9 @@ void release(int device, std::byte* memory) {
   cudaFree(memory);
 }
 
-void copy_bytes(void* to, const void* from, std::size_t bytes) { check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault)); }
+void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+}
 #else
 std::byte* allocate(int device, std::size_t bytes) {
   if (device != kCpuDevice) throw std::invalid_argument("this build has no device memory");

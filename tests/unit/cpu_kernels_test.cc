@@ -12,6 +12,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace fiw::cpu::HWY_NAMESPACE {
 
+std::int64_t target() { return HWY_TARGET; }
+
 void load_elements(DType dtype, const void* from, std::int64_t count, float* to) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
@@ -68,6 +70,7 @@ HWY_AFTER_NAMESPACE();
 
 namespace fiw::cpu {
 
+HWY_EXPORT(target);
 HWY_EXPORT(load_elements);
 HWY_EXPORT(store_elements);
 HWY_EXPORT(exponentials);
@@ -116,6 +119,8 @@ std::vector<float> telling_floats() {
   while (values.size() % 16 != 0) values.push_back(0.0F);
   return values;
 }
+
+TEST_P(CpuKernels, RunOnTheTargetAskedFor) { EXPECT_EQ(HWY_DYNAMIC_DISPATCH(cpu::target)(), GetParam()); }
 
 TEST_P(CpuKernels, LoadEveryCode) {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
