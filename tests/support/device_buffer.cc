@@ -31,8 +31,12 @@ void release(int device, std::byte* memory) {
   cudaFree(memory);
 }
 
-void copy_bytes(void* to, const void* from, std::size_t bytes) {
-  check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+void copy_bytes(int device, void* to, const void* from, std::size_t bytes) {
+  if (device == kCpuDevice) {
+    std::memcpy(to, from, bytes);
+  } else {
+    check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+  }
 }
 #else
 std::byte* allocate(int device, std::size_t bytes) {
@@ -42,7 +46,7 @@ std::byte* allocate(int device, std::size_t bytes) {
 
 void release(int /*device*/, std::byte* memory) { ::operator delete(memory, kAlignment); }
 
-void copy_bytes(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+void copy_bytes(int /*device*/, void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
 #endif
 
 }  // namespace
@@ -70,12 +74,12 @@ void DeviceBuffer::Free::operator()(std::byte* memory) const { release(device, m
 
 void DeviceBuffer::write(std::span<const std::byte> host) {
   if (host.size() != bytes_) throw std::invalid_argument("the host copy differs in size");
-  if (bytes_ > 0) copy_bytes(memory_.get(), host.data(), bytes_);
+  if (bytes_ > 0) copy_bytes(device_, memory_.get(), host.data(), bytes_);
 }
 
 void DeviceBuffer::read(std::span<std::byte> host) const {
   if (host.size() != bytes_) throw std::invalid_argument("the host copy differs in size");
-  if (bytes_ > 0) copy_bytes(host.data(), memory_.get(), bytes_);
+  if (bytes_ > 0) copy_bytes(device_, host.data(), memory_.get(), bytes_);
 }
 
 }  // namespace fiw::test
