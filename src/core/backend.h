@@ -31,6 +31,7 @@ struct RouteRequest {
   bool paged = true;  ///< false: ragged K/V
   bool graph = false;
   std::size_t scratch_limit = std::numeric_limits<std::size_t>::max();  ///< what a workspace of fixed size holds
+  bool surplus_queries = false;                                         ///< some request has more query rows than keys
   bool any_qo_len = false;  ///< batch-invariant calls: the route must not depend on the query lengths in the batch
 };
 

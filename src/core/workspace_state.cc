@@ -74,6 +74,14 @@ std::int64_t total_kv(const WorkspaceState::Request& request) {
   return std::accumulate(request.kv_lens.begin(), request.kv_lens.end(), std::int64_t{0});
 }
 
+bool has_surplus_queries(const WorkspaceState::Request& request) {
+  const std::span<const std::int32_t> kv_lens = request.table != nullptr ? request.table->kv_lens() : request.kv_lens;
+  for (std::size_t r = 0; r + 1 < request.qo_indptr.size(); ++r) {
+    if (request.qo_indptr[r + 1] - request.qo_indptr[r] > kv_lens[r]) return true;
+  }
+  return false;
+}
+
 // A Hopper schedule over K and V that lie request after request; `gathered_kv` tokens are copied so first.
 ScheduleShape hopper_schedule(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy,
                               std::int64_t gathered_kv) {
@@ -221,6 +229,7 @@ WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const
                                        .paged = paged,
                                        .graph = key.traits.graph,
                                        .scratch_limit = options_.fixed_size ? scratch_.size() : kNoLimit,
+                                       .surplus_queries = has_surplus_queries(request),
                                        .any_qo_len = options_.plan.batch_invariant && !request.qo_indptr.empty()});
   key.kv_counts = paged ? request.table->page_counts() : request.kv_lens;
   key.qo_indptr = request.qo_indptr;

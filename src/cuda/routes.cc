@@ -49,6 +49,8 @@ bool hopper_serves(const RouteRequest& request, const DeviceProps& device) noexc
   if (device.compute_capability != 90 || request.graph || request.any_qo_len) return false;
   if (spec.custom_mask || spec.alibi || spec.params.window_left >= 0 || spec.params.logits_soft_cap > 0) return false;
   if (request.total_kv == 0 || request.total_kv > std::numeric_limits<std::int32_t>::max()) return false;
+  // FA3 was seen to give empty rows where a causal request has more queries than keys.
+  if (spec.params.causal && request.surplus_queries) return false;
   if (find_hopper(spec, false) == nullptr) return false;
   // The copy widens fp8 exactly; other types would be rounded.
   if (spec.kv_dtype != spec.q_dtype && !(request.paged && is_fp8(spec.kv_dtype))) return false;
