@@ -33,14 +33,16 @@ class Sizing {
       return std::max(bytes(KernelFamily::kTensorTile), core ? bytes(KernelFamily::kCudaCore) : 0);
     }
     // Ragged queries take one family or the other, by the longest of them.
-    const std::int32_t longest = uniform_qo_len > 0 ? uniform_qo_len : static_cast<std::int32_t>(max_rows);
+    const bool ragged = uniform_qo_len == 0;
+    const std::int32_t longest = ragged ? static_cast<std::int32_t>(max_rows) : uniform_qo_len;
     std::size_t most = 0;
-    for (const std::int32_t qo_len : {uniform_qo_len > 0 ? uniform_qo_len : 1, longest}) {
+    for (const std::int32_t qo_len : {ragged ? 1 : uniform_qo_len, longest}) {
       most = std::max(most, bytes(cpu_->route({.spec = spec,
                                                .page_size = page_size,
                                                .max_qo_len = qo_len,
                                                .total_rows = max_rows,
-                                               .batch = limits_.max_batch})));
+                                               .batch = limits_.max_batch,
+                                               .any_qo_len = options_.batch_invariant && ragged})));
     }
     return most;
   }
@@ -77,9 +79,10 @@ std::size_t FlashInferWorkspace::required_workspace(const DeviceProps& device, c
     // Ragged K/V are planned as pages of one token, whose least chunk may be shorter.
     bytes = std::max(bytes, sizing.worst_masked(spec, 1, 0, limits.max_total_qo, false));
   }
-  if (limits.max_verify_window > 0) {
-    const std::int64_t rows = std::int64_t{limits.max_verify_window} * limits.max_batch;
-    bytes = std::max(bytes, sizing.worst_masked(spec, limits.page_size, limits.max_verify_window, rows, limits.graph));
+  // A shorter window may take another kernel, which needs more.
+  for (std::int32_t window = 1; window <= limits.max_verify_window; ++window) {
+    const std::int64_t rows = std::int64_t{window} * limits.max_batch;
+    bytes = std::max(bytes, sizing.worst_masked(spec, limits.page_size, window, rows, limits.graph));
   }
   return bytes;
 }

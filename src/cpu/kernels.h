@@ -42,10 +42,10 @@ struct StreamScratch {
 
   StreamScratch(const AttentionParams& params, DType kv_dtype, std::int32_t max_qo_len) noexcept {
     // A block of all heads and the one being fetched share the second-level cache.
-    constexpr std::int64_t kBlockBytes = 64 << 10;
+    constexpr std::int64_t kBlockBytes = 96 << 10;
     const std::int64_t token_bytes = std::int64_t{params.num_kv_heads} * (params.head_dim_qk + params.head_dim_vo) *
                                      static_cast<std::int64_t>(size_of(kv_dtype));
-    block = static_cast<std::int32_t>(std::clamp<std::int64_t>(kBlockBytes / token_bytes / 16 * 16, 16, 64));
+    block = static_cast<std::int32_t>(std::clamp<std::int64_t>(kBlockBytes / token_bytes / 8 * 8, 8, 64));
     const auto place = [this](std::size_t count, std::size_t element) {
       const std::size_t offset = bytes;
       bytes += align_scratch(count * element);

@@ -145,9 +145,14 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
                            const typename Element::Raw* v, const std::int64_t* HWY_RESTRICT offsets,
                            const float* HWY_RESTRICT decay, float* HWY_RESTRICT acc, std::int32_t dim,
                            std::int32_t first, const typename Element::Raw* const* HWY_RESTRICT ahead) {
+  constexpr int kLanes = static_cast<int>(hn::MaxLanes(D()));
+  constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
+  // Strips narrower than a line share it: each fetches it for some of the keys.
+  constexpr std::int32_t kWidth = kVectors * kLanes;
+  constexpr std::int32_t kShare = std::max(kLine / kWidth, 1);
+  [[maybe_unused]] const std::int32_t share = first / kWidth % kShare;
   v += first;
   acc += first;
-  constexpr int kLanes = static_cast<int>(hn::MaxLanes(D()));
   hn::Vec<D> sums[kRows * kVectors];
   HWY_UNROLL(4)
   for (int r = 0; r < kRows; ++r) {
@@ -159,7 +164,12 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
   }
   for (std::int32_t t = 0; t < count; ++t, weights += stride) {
     const auto* from = v + offsets[t];
-    if constexpr (kFetch) prefetch(ahead[t] + first);
+    if constexpr (kFetch) {
+      HWY_UNROLL(8)
+      for (std::int32_t line = 0; line < kWidth; line += kLine) {
+        if (t % kShare == share) prefetch(ahead[t] + first + line);
+      }
+    }
     hn::Vec<D> values[kVectors];
     HWY_UNROLL(8)
     for (int c = 0; c < kVectors; ++c) values[c] = load<Element>(d, from + c * kLanes);
@@ -186,9 +196,8 @@ HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride,
                                  float* acc, std::int32_t dim, const typename Element::Raw* const* ahead) {
   constexpr int kVectors = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
-  constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
   const auto add = [&](auto vectors, std::int32_t c) {
-    if (ahead != nullptr && c % kLine == 0) {
+    if (ahead != nullptr) {
       add_values<Element, kRows, vectors(), true>(d, weights, stride, count, v, offsets, decay, acc, dim, c, ahead);
     } else {
       add_values<Element, kRows, vectors(), false>(d, weights, stride, count, v, offsets, decay, acc, dim, c, ahead);
