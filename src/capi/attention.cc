@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "capi/convert.h"
+#include "core/support.h"
 
 namespace {
 
@@ -169,6 +170,9 @@ fiw_status fiw_pack_mask(const DLTensor* booleans, const DLTensor* qo_lens, cons
     if (indptr_out.size() != indptr.size()) {
       fiw::fail(Reason::kTensorShape, "mask_indptr: shape [{}], expected [{}]", indptr_out.size(), indptr.size());
     }
+    fiw::support::check_apart(
+        {"mask_indptr", indptr_out.data(), sizeof(std::int32_t), static_cast<std::int64_t>(indptr_out.size())},
+        {"mask", packed_out.data(), 1, static_cast<std::int64_t>(packed_out.size())});
     std::ranges::copy(packed, packed_out.begin());
     std::ranges::copy(indptr, indptr_out.begin());
   });

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "capi/convert.h"
+#include "core/support.h"
 
 namespace {
 
@@ -105,6 +106,10 @@ fiw_status fiw_page_table_to_block_table(const fiw_page_table* table, int32_t pa
     if (kv_lens != nullptr && static_cast<std::int64_t>(lengths.size()) != from.batch()) {
       fiw::fail(Reason::kTensorShape, "kv_lens: shape [{}], expected [{}]", lengths.size(), from.batch());
     }
+    const fiw::Region written{
+        "blocks", rows.data, sizeof(std::int32_t), rows.columns, {{"row", rows.rows, rows.row_stride}}};
+    fiw::support::check_apart(
+        {"kv_lens", lengths.data(), sizeof(std::int32_t), static_cast<std::int64_t>(lengths.size())}, written);
     const fiw::BlockTable padded = from.to_block_table(static_cast<std::int32_t>(rows.columns), pad);
     for (std::int64_t r = 0; rows.columns > 0 && r < rows.rows; ++r) {
       std::copy_n(padded.blocks.data() + r * rows.columns, rows.columns, rows.data + r * rows.row_stride);

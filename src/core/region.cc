@@ -78,7 +78,7 @@ Region::Region(const char* name, const void* data, std::int64_t element, std::in
   overflow |= __builtin_add_overflow(end_, run_, &end_);
   std::size_t next = 0;
   for (Axis axis : axes) {
-    if (axis.extent < 1 || run_ < 1) {
+    if (axis.extent < 1 || count < 1) {
       run_ = 0;
       axes_ = {};
       return;

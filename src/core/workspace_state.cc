@@ -441,9 +441,9 @@ void WorkspaceState::merge(const MergeLaunch& launch) {
   const Tensor& out = launch.out;
   if (launch.parts.empty()) fail(Reason::kPartialStates, "parts is empty, expected at least 1 state");
   support::check_merge_shape(out);
-  const std::int64_t states = out.rows * out.heads;
   const Region out_region = support::check_written("out", out, out.rows, out.heads, out.dim, out.dtype, device_index_);
-  const Region lse = support::check_array("lse", launch.lse, out.rows == 0 ? 0 : states);
+  const std::int64_t states = out.rows * out.heads;  // fits, as out does
+  const Region lse = support::check_array("lse", launch.lse, states);
   support::check_apart(lse, out_region);
   for (const PartialState& part : launch.parts) {
     const Region part_out =

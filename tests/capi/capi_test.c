@@ -1467,6 +1467,9 @@ static void test_page_table(void) {
   CHECK_OK(fiw_page_table_to_block_table(csr, -1, &d.dl, ints(&c, lens_out, 2), &err), err);
   CHECK(memcmp(blocks_out, padded, sizeof padded) == 0 && same(lens_out, lens, 2));
   CHECK_OK(fiw_page_table_to_block_table(csr, -1, &d.dl, NULL, &err), err);
+  make2(&d, blocks_out, kI32, 2, 3);
+  CHECK_FAILS(fiw_page_table_to_block_table(csr, -1, &d.dl, ints(&c, blocks_out[1], 2), &err), err,
+              FIW_INVALID_ARGUMENT, FIW_REASON_TENSOR_OVERLAP, "kv_lens overlaps blocks");
   make2(&d, blocks_out, kI32, 2, 1);
   CHECK_FAILS(fiw_page_table_to_block_table(csr, -1, &d.dl, NULL, &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_TENSOR_SHAPE, "blocks: shape [2, 1], expected [2, at least 2]");
@@ -1901,6 +1904,8 @@ static void test_helpers(void) {
   make1(&d, mask, kU8, 3);
   CHECK_FAILS(fiw_pack_mask(&a.dl, &b.dl, &c.dl, &d.dl, ints(&e, indptr, 3), &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_TENSOR_SHAPE, "mask_indptr: shape [3], expected [4]");
+  CHECK_FAILS(fiw_pack_mask(&a.dl, &b.dl, &c.dl, make1(&d, indptr, kU8, 3), ints(&e, indptr, 4), &err), err,
+              FIW_INVALID_ARGUMENT, FIW_REASON_TENSOR_OVERLAP, "mask_indptr overlaps mask");
   CHECK_FAILS(fiw_packed_mask_bytes(ints(&b, negative, 3), &c.dl, &bytes, &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_MASK, "qo_lens[1] is -2");
   CHECK_FAILS(fiw_packed_mask_bytes(&c.dl, ints(&b, negative, 3), &bytes, &err), err, FIW_INVALID_ARGUMENT,
