@@ -69,8 +69,8 @@ class PlanCache {
   std::shared_ptr<detail::Plan> find(const PlanKeyView& key) noexcept;
   /// An unused plan object whose buffers may be reused; not in the cache.
   std::shared_ptr<detail::Plan> blank();
-  /// Enters a finished plan, dropping the least recently used one if the cache is full. Counts a miss, so that one whose
-  /// plan could not be made leaves no trace.
+  /// Enters a finished plan, dropping the least recently used one if the cache is full. Counts a miss, so that one
+  /// whose plan could not be made leaves no trace.
   void insert(std::shared_ptr<detail::Plan> plan);
   /// Drops every plan.
   void invalidate() noexcept;

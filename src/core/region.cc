@@ -23,7 +23,7 @@ constexpr std::int64_t floor_div(std::int64_t n, std::int64_t d) noexcept { retu
 class Search {
  public:
   void add(std::int64_t stride, std::int64_t low, std::int64_t high) noexcept {
-    if (low == high || stride == 0) return;  // every step ends where it began
+    if (stride == 0) return;  // every step ends where it began
     std::size_t at = 0;
     while (at < count_ && terms_[at].stride > stride) ++at;
     if (at < count_ && terms_[at].stride == stride) {
@@ -72,37 +72,38 @@ class Search {
 
 Region::Region(const char* name, const void* data, std::int64_t element, std::int64_t count,
                std::initializer_list<Axis> axes)
-    : name_(name) {
+    : name_(name), element_(element), num_axes_(0) {
   first_ = end_ = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
   bool overflow = first_ < 0 || __builtin_mul_overflow(count, element, &run_);
   overflow |= __builtin_add_overflow(end_, run_, &end_);
-  std::size_t next = 0;
-  for (Axis axis : axes) {
+  for (const Axis& axis : axes) {
     if (axis.extent < 1 || count < 1) {
       run_ = 0;
-      axes_ = {};
+      num_axes_ = 0;
       return;
     }
     if (axis.extent == 1) continue;
+    Axis& in_bytes = axes_[num_axes_++];
+    in_bytes = axis;
     std::int64_t reach = 0;
-    overflow |= __builtin_mul_overflow(axis.stride, element, &axis.stride);
-    overflow |= __builtin_mul_overflow(axis.extent - 1, axis.stride, &reach);
+    overflow |= __builtin_mul_overflow(axis.stride, element, &in_bytes.stride);
+    overflow |= __builtin_mul_overflow(axis.extent - 1, in_bytes.stride, &reach);
     overflow |= __builtin_add_overflow(end_, reach, &end_);
-    axes_[next++] = axis;
   }
   if (overflow) fail(Reason::kSizeOverflow, "{}: its extents and strides reach past what int64 holds", name);
 }
 
 const Region::Axis* Region::aliasing_axis() const noexcept {
-  for (const Axis& axis : axes_) {
-    if (axis.extent > 1 && axis.stride < span_within(axis)) return &axis;
+  for (std::size_t i = 0; i < num_axes_; ++i) {
+    if (axes_[i].stride < span_within(axes_[i])) return &axes_[i];
   }
   return nullptr;
 }
 
 std::int64_t Region::span_within(const Axis& axis) const noexcept {
   std::int64_t span = run_;
-  for (const Axis& other : axes_) {
+  for (std::size_t i = 0; i < num_axes_; ++i) {
+    const Axis& other = axes_[i];
     // Of two equal strides the second one contains the first.
     const bool within = other.stride < axis.stride || (other.stride == axis.stride && std::less<>()(&other, &axis));
     if (within) span += (other.extent - 1) * other.stride;
@@ -110,11 +111,11 @@ std::int64_t Region::span_within(const Axis& axis) const noexcept {
   return span;
 }
 
-bool meet(const Region& a, const Region& b) noexcept {
-  if (a.empty() || b.empty() || a.end_ <= b.first_ || b.end_ <= a.first_) return false;
+bool Region::share(const Region& a, const Region& b) noexcept {
+  if (a.empty() || b.empty()) return false;
   Search search;
-  for (const Region::Axis& axis : a.axes_) search.add(axis.stride, 1 - axis.extent, 0);
-  for (const Region::Axis& axis : b.axes_) search.add(axis.stride, 0, axis.extent - 1);
+  for (std::size_t i = 0; i < a.num_axes_; ++i) search.add(a.axes_[i].stride, 1 - a.axes_[i].extent, 0);
+  for (std::size_t i = 0; i < b.num_axes_; ++i) search.add(b.axes_[i].stride, 0, b.axes_[i].extent - 1);
   return search.run(b.first_ - a.first_, a.run_, b.run_);
 }
 

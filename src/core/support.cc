@@ -84,20 +84,11 @@ void check_axis(const char* name, const char* axis, std::int64_t value, std::int
   if (value != expected) fail(Reason::kTensorShape, "{} has {} {}, expected {}", name, value, axis, expected);
 }
 
-void check_distinct(const Region& region, DType dtype) {
-  const Region::Axis* axis = region.aliasing_axis();
-  if (axis == nullptr) return;
-  const auto element = static_cast<std::int64_t>(size_of(dtype));
-  fail(Reason::kTensorStride,
-       "{}: the stride of its {} axis is {} elements, expected at least {}, so that no two elements share memory",
-       region.name(), axis->name, axis->stride / element, region.span_within(*axis) / element);
-}
-
 template <class T>
-Region check_array_of(const char* name, const T* data, std::int64_t count) {
-  if (data == nullptr) return {};
+void check_array_of(const char* name, const T* data, std::int64_t count, Regions& regions) {
+  if (data == nullptr) return;
   check_pointer(name, data, alignof(T));
-  return {name, data, sizeof(T), count};
+  regions.add(name, data, sizeof(T), count);
 }
 
 }  // namespace
@@ -200,43 +191,33 @@ std::int32_t check_indptr(const char* name, std::span<const std::int32_t> indptr
   return indptr.back();
 }
 
-Region check_tensor(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads,
-                    std::int64_t dim, DType dtype, int device) {
+void check_tensor(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads, std::int64_t dim,
+                  DType dtype, int device, Regions& regions) {
   check_device(name, tensor.device, device);
   check_axis(name, "rows", tensor.rows, rows);
   check_axis(name, "heads", tensor.heads, heads);
   check_axis(name, "elements a head", tensor.dim, dim);
   check_dtype(name, tensor.dtype, dtype);
-  if (rows == 0) return {};
+  if (rows == 0) return;
   const std::size_t element = size_of(dtype);
   check_pointer(name, tensor.data, element);
   check_stride(name, "head", tensor.head_stride, dim, heads);
   check_stride(name, "row", tensor.row_stride, dim, rows);
-  return {name,
-          tensor.data,
-          static_cast<std::int64_t>(element),
-          dim,
-          {{"row", rows, tensor.row_stride}, {"head", heads, tensor.head_stride}}};
+  regions.add(name, tensor.data, static_cast<std::int64_t>(element), dim,
+              {{"row", rows, tensor.row_stride}, {"head", heads, tensor.head_stride}});
 }
 
 void check_append_dtype(DType dtype) { check_is_wide("k", dtype); }
 
-Region check_written(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads,
-                     std::int64_t dim, DType dtype, int device) {
-  const Region region = check_tensor(name, tensor, rows, heads, dim, dtype, device);
-  check_distinct(region, dtype);
-  return region;
+void check_array(const char* name, const float* data, std::int64_t count, Regions& regions) {
+  check_array_of(name, data, count, regions);
 }
 
-Region check_array(const char* name, const float* data, std::int64_t count) {
-  return check_array_of(name, data, count);
+void check_array(const char* name, const std::int32_t* data, std::int64_t count, Regions& regions) {
+  check_array_of(name, data, count, regions);
 }
 
-Region check_array(const char* name, const std::int32_t* data, std::int64_t count) {
-  return check_array_of(name, data, count);
-}
-
-KvRegions check_kv_cache(const KvCache& kv, const PageTable& table, int device) {
+void check_kv_cache(const KvCache& kv, const PageTable& table, int device, Regions& slots, Regions& scales) {
   check_device("kv", kv.device, device);
   check_is_dtype("kv", kv.dtype, kAllTypes);
   check_head_dim("kv.head_dim_qk", kv.head_dim_qk);
@@ -260,40 +241,28 @@ KvRegions check_kv_cache(const KvCache& kv, const PageTable& table, int device) 
   }
   check_cache_scale("kv.k_scale", kv.k_scale);
   check_cache_scale("kv.v_scale", kv.v_scale);
-  KvRegions regions;
-  regions.k_head_scale = check_array("kv.k_head_scale", kv.k_head_scale, kv.num_kv_heads);
-  regions.v_head_scale = check_array("kv.v_head_scale", kv.v_head_scale, kv.num_kv_heads);
+  check_array("kv.k_head_scale", kv.k_head_scale, kv.num_kv_heads, scales);
+  check_array("kv.v_head_scale", kv.v_head_scale, kv.num_kv_heads, scales);
   if (device == kCpuDevice) {
     for (std::int32_t h = 0; h < kv.num_kv_heads; ++h) {
       if (kv.k_head_scale != nullptr) check_cache_scale("a value of kv.k_head_scale", kv.k_head_scale[h]);
       if (kv.v_head_scale != nullptr) check_cache_scale("a value of kv.v_head_scale", kv.v_head_scale[h]);
     }
   }
-  if (kv.num_pages == 0) return regions;
-  const auto check_side = [&](const char* name, const void* data, const KvCache::Strides& stride,
-                              std::int32_t dim) -> Region {
+  if (kv.num_pages == 0) return;
+  const auto check_side = [&](const char* name, const void* data, const KvCache::Strides& stride, std::int32_t dim) {
     const std::size_t element = size_of(kv.dtype);
     check_pointer(name, data, element);
     check_stride(name, "token", stride.token, dim, kv.page_size);
     check_stride(name, "head", stride.head, dim, kv.num_kv_heads);
     check_stride(name, "page", stride.page, dim, kv.num_pages);
-    return {name,
-            data,
-            static_cast<std::int64_t>(element),
-            dim,
-            {{"page", kv.num_pages, stride.page},
-             {"token", kv.page_size, stride.token},
-             {"head", kv.num_kv_heads, stride.head}}};
+    slots.add(name, data, static_cast<std::int64_t>(element), dim,
+              {{"page", kv.num_pages, stride.page},
+               {"token", kv.page_size, stride.token},
+               {"head", kv.num_kv_heads, stride.head}});
   };
-  regions.k = check_side("kv.k", kv.k, kv.k_stride, kv.head_dim_qk);
-  regions.v = check_side("kv.v", kv.v, kv.v_stride, kv.head_dim_vo);
-  return regions;
-}
-
-void check_kv_written(const KvRegions& kv, DType dtype) {
-  check_distinct(kv.k, dtype);
-  check_distinct(kv.v, dtype);
-  check_apart(kv.v, kv.k);
+  check_side("kv.k", kv.k, kv.k_stride, kv.head_dim_qk);
+  check_side("kv.v", kv.v, kv.v_stride, kv.head_dim_vo);
 }
 
 void check_kv_matches(const KvCache& kv, const StepSpec& spec) {
@@ -303,25 +272,20 @@ void check_kv_matches(const KvCache& kv, const StepSpec& spec) {
   check_axis("kv.v", "elements a head", kv.head_dim_vo, spec.params.head_dim_vo);
 }
 
-KvRegions check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device) {
+void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device, Regions& regions) {
   if (is_fp8(spec.kv_dtype)) {
     unsupported(Reason::kDTypeCombination,
                 "k is {}, expected float32, float16 or bfloat16 (fp8 is for caches, with scales)",
                 to_string(spec.kv_dtype));
   }
   const std::int64_t rows = ragged.indptr.back();
-  KvRegions regions;
-  regions.k =
-      check_tensor("k", ragged.k, rows, spec.params.num_kv_heads, spec.params.head_dim_qk, spec.kv_dtype, device);
-  regions.v =
-      check_tensor("v", ragged.v, rows, spec.params.num_kv_heads, spec.params.head_dim_vo, spec.kv_dtype, device);
-  // Read by the kernels where they and the caller share memory.
-  regions.indptr = check_array("kv_indptr", ragged.indptr.data(), static_cast<std::int64_t>(ragged.indptr.size()));
-  return regions;
+  check_tensor("k", ragged.k, rows, spec.params.num_kv_heads, spec.params.head_dim_qk, spec.kv_dtype, device, regions);
+  check_tensor("v", ragged.v, rows, spec.params.num_kv_heads, spec.params.head_dim_vo, spec.kv_dtype, device, regions);
+  check_array("kv_indptr", ragged.indptr.data(), std::ssize(ragged.indptr), regions);
 }
 
-ExtrasRegions check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
-                           std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device) {
+void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
+                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device, Regions& regions) {
   const auto announced = [](const char* name, const void* pointer, bool expected, Reason reason) {
     if ((pointer != nullptr) != expected) {
       fail(reason, "extras.{} is {}, the step was planned {} it", name, pointer == nullptr ? "null" : "given",
@@ -332,13 +296,11 @@ ExtrasRegions check_extras(const AttentionExtras& extras, const StepSpec& spec, 
   announced("alibi_slopes", extras.alibi_slopes, spec.alibi, Reason::kAlibi);
   announced("mask", extras.mask, spec.custom_mask, Reason::kMask);
   announced("mask_indptr", extras.mask_indptr, spec.custom_mask, Reason::kMask);
-  ExtrasRegions regions;
-  regions.sinks = check_array("extras.sinks", extras.sinks, spec.params.num_qo_heads);
-  regions.alibi_slopes = check_array("extras.alibi_slopes", extras.alibi_slopes, spec.params.num_qo_heads);
-  if (!spec.custom_mask) return regions;
-  regions.mask_indptr =
-      check_array("extras.mask_indptr", extras.mask_indptr, static_cast<std::int64_t>(kv_lens.size()) + 1);
-  if (device != kCpuDevice) return regions;
+  check_array("extras.sinks", extras.sinks, spec.params.num_qo_heads, regions);
+  check_array("extras.alibi_slopes", extras.alibi_slopes, spec.params.num_qo_heads, regions);
+  if (!spec.custom_mask) return;
+  check_array("extras.mask_indptr", extras.mask_indptr, std::ssize(kv_lens) + 1, regions);
+  if (device != kCpuDevice) return;  // where the host cannot tell how long the mask is
   std::int64_t mask_bytes = 0;
   for (std::size_t r = 0; r < kv_lens.size(); ++r) {
     const std::int64_t qo_len = qo_indptr.empty() ? uniform_qo_len : qo_indptr[r + 1] - qo_indptr[r];
@@ -351,8 +313,7 @@ ExtrasRegions check_extras(const AttentionExtras& extras, const StepSpec& spec, 
     }
     mask_bytes = std::max(mask_bytes, extras.mask_indptr[r] + needed);
   }
-  regions.mask = Region("extras.mask", extras.mask, 1, mask_bytes);
-  return regions;
+  regions.add("extras.mask", extras.mask, 1, mask_bytes);
 }
 
 void check_merge_shape(const Tensor& out) {
@@ -365,15 +326,28 @@ void check_merge_shape(const Tensor& out) {
   }
 }
 
+void check_distinct(const Regions& written) {
+  for (const Region& region : written) {
+    const Region::Axis* axis = region.aliasing_axis();
+    if (axis == nullptr) continue;
+    fail(Reason::kTensorStride,
+         "{}: the stride of its {} axis is {} elements, expected at least {}, so that no two elements share memory",
+         region.name(), axis->name, axis->stride / region.element(), region.span_within(*axis) / region.element());
+  }
+  for (const Region& region : written) {
+    for (const Region* other = &region + 1; other != written.end(); ++other) check_apart(*other, region);
+  }
+}
+
 void check_apart(const Region& written, const Region& read) {
   if (meet(written, read)) {
     fail(Reason::kTensorOverlap, "{} overlaps {} in memory, expected them apart", written.name(), read.name());
   }
 }
 
-void check_apart(std::initializer_list<const Region*> written, std::initializer_list<const Region*> read) {
-  for (const Region* w : written) {
-    for (const Region* r : read) check_apart(*w, *r);
+void check_apart(const Regions& written, const Regions& read) {
+  for (const Region& w : written) {
+    for (const Region& r : read) check_apart(w, r);
   }
 }
 

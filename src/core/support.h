@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 #include <span>
 
 #include "core/backend.h"
@@ -26,39 +25,32 @@ void check_device(const DeviceProps& device);
 
 /// `name` must be an indptr of `batch` requests; returns its last entry.
 std::int32_t check_indptr(const char* name, std::span<const std::int32_t> indptr, std::int32_t batch);
+// What a check has passed it enters into the caller's list of what the call reads or writes.
+
 /// A [rows, heads, dim] tensor of this dtype on this device, with usable strides and an aligned pointer.
-Region check_tensor(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads,
-                    std::int64_t dim, DType dtype, int device);
-/// As above for a tensor that is written: no two of its elements may share memory.
-Region check_written(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads,
-                     std::int64_t dim, DType dtype, int device);
+void check_tensor(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads, std::int64_t dim,
+                  DType dtype, int device, Regions& regions);
 /// A type of new tokens for a cache, which append_kv converts.
 void check_append_dtype(DType dtype);
 /// A contiguous array; nothing when null.
-Region check_array(const char* name, const float* data, std::int64_t count);
-Region check_array(const char* name, const std::int32_t* data, std::int64_t count);
+void check_array(const char* name, const float* data, std::int64_t count, Regions& regions);
+void check_array(const char* name, const std::int32_t* data, std::int64_t count, Regions& regions);
 
-struct KvRegions {
-  Region k, v, k_head_scale, v_head_scale, indptr;
-};
 /// A cache that holds every page of the table.
-KvRegions check_kv_cache(const KvCache& kv, const PageTable& table, int device);
-/// The same cache can be appended to: no two slots, of K or V or one of each, share memory.
-void check_kv_written(const KvRegions& kv, DType dtype);
+void check_kv_cache(const KvCache& kv, const PageTable& table, int device, Regions& slots, Regions& scales);
 void check_kv_matches(const KvCache& kv, const StepSpec& spec);
 /// Ragged K and V of `rows` tokens.
-KvRegions check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device);
+void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device, Regions& regions);
 
-struct ExtrasRegions {
-  Region sinks, alibi_slopes, mask, mask_indptr;
-};
 /// Exactly the extras that the spec announces; on the CPU also their contents.
-ExtrasRegions check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
-                           std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device);
+void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
+                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device, Regions& regions);
 /// Any number of heads, a head dim that attention could have given.
 void check_merge_shape(const Tensor& out);
+/// No two elements of what is written may share memory.
+void check_distinct(const Regions& written);
 /// What is written must share no memory with what is read. Views may interleave.
 void check_apart(const Region& written, const Region& read);
-void check_apart(std::initializer_list<const Region*> written, std::initializer_list<const Region*> read);
+void check_apart(const Regions& written, const Regions& read);
 
 }  // namespace fiw::support

@@ -317,26 +317,26 @@ void WorkspaceState::reserve_scratch(std::size_t bytes, Stream stream) {
 
 void WorkspaceState::check_operands(const StepSpec& spec, const Extent& extent, const Operands& operands) const {
   const AttentionParams& params = spec.params;
-  const Region q = support::check_tensor("q", operands.q, extent.total_rows, params.num_qo_heads, params.head_dim_qk,
-                                         spec.q_dtype, device_index_);
-  const Region out = support::check_written("out", operands.out, extent.total_rows, params.num_qo_heads,
-                                            params.head_dim_vo, spec.q_dtype, device_index_);
+  Regions read;
+  Regions written;
+  support::check_tensor("q", operands.q, extent.total_rows, params.num_qo_heads, params.head_dim_qk, spec.q_dtype,
+                        device_index_, read);
+  support::check_tensor("out", operands.out, extent.total_rows, params.num_qo_heads, params.head_dim_vo, spec.q_dtype,
+                        device_index_, written);
   if (operands.lse != nullptr && !spec.lse) {
     fail(Reason::kStepMismatch, "lse is given, the step was planned without it");
   }
-  const Region lse = support::check_array("lse", operands.lse, extent.total_rows * params.num_qo_heads);
-  support::KvRegions kv;
+  support::check_array("lse", operands.lse, extent.total_rows * params.num_qo_heads, written);
+  support::check_distinct(written);
   if (extent.table != nullptr) {
-    kv = support::check_kv_cache(*operands.kv, *extent.table, device_index_);
+    support::check_kv_cache(*operands.kv, *extent.table, device_index_, read, read);
     support::check_kv_matches(*operands.kv, spec);
   } else {
-    kv = support::check_ragged(*operands.ragged, spec, device_index_);
+    support::check_ragged(*operands.ragged, spec, device_index_, read);
   }
-  const support::ExtrasRegions extras = support::check_extras(operands.extras, spec, extent.qo_indptr,
-                                                              extent.uniform_qo_len, extent.kv_lens, device_index_);
-  support::check_apart({&out, &lse}, {&q, &kv.k, &kv.v, &kv.k_head_scale, &kv.v_head_scale, &kv.indptr, &extras.sinks,
-                                      &extras.alibi_slopes, &extras.mask, &extras.mask_indptr});
-  support::check_apart(lse, out);
+  support::check_extras(operands.extras, spec, extent.qo_indptr, extent.uniform_qo_len, extent.kv_lens, device_index_,
+                        read);
+  support::check_apart(written, read);
 }
 
 void WorkspaceState::attend(const Plan& plan, const PageTable* table, const Operands& operands) {
@@ -414,12 +414,14 @@ void WorkspaceState::append(const AppendLaunch& launch) {
   check_open();
   const PageTable& table = *launch.table;
   const std::int32_t rows = support::check_indptr("append_indptr", launch.append_indptr, table.batch());
-  const support::KvRegions kv = support::check_kv_cache(*launch.kv, table, device_index_);
+  Regions written;
+  Regions read;
+  support::check_kv_cache(*launch.kv, table, device_index_, written, read);
   support::check_append_dtype(launch.k.dtype);
-  const Region k = support::check_tensor("k", launch.k, rows, launch.kv->num_kv_heads, launch.kv->head_dim_qk,
-                                         launch.k.dtype, device_index_);
-  const Region v = support::check_tensor("v", launch.v, rows, launch.kv->num_kv_heads, launch.kv->head_dim_vo,
-                                         launch.k.dtype, device_index_);
+  support::check_tensor("k", launch.k, rows, launch.kv->num_kv_heads, launch.kv->head_dim_qk, launch.k.dtype,
+                        device_index_, read);
+  support::check_tensor("v", launch.v, rows, launch.kv->num_kv_heads, launch.kv->head_dim_vo, launch.k.dtype,
+                        device_index_, read);
   for (std::size_t r = 0; r < table.kv_lens().size(); ++r) {
     const std::int32_t tokens = launch.append_indptr[r + 1] - launch.append_indptr[r];
     if (tokens > table.kv_lens()[r]) {
@@ -427,10 +429,9 @@ void WorkspaceState::append(const AppendLaunch& launch) {
               table.kv_lens()[r]);
     }
   }
-  support::check_kv_written(kv, launch.kv->dtype);
-  const Region indptr = support::check_array("append_indptr", launch.append_indptr.data(),
-                                             static_cast<std::int64_t>(launch.append_indptr.size()));
-  support::check_apart({&kv.k, &kv.v}, {&k, &v, &kv.k_head_scale, &kv.v_head_scale, &indptr});
+  support::check_array("append_indptr", launch.append_indptr.data(), std::ssize(launch.append_indptr), read);
+  support::check_distinct(written);
+  support::check_apart(written, read);
   if (rows == 0) return;
   backend_->append(launch);
 }
@@ -441,20 +442,24 @@ void WorkspaceState::merge(const MergeLaunch& launch) {
   const Tensor& out = launch.out;
   if (launch.parts.empty()) fail(Reason::kPartialStates, "parts is empty, expected at least 1 state");
   support::check_merge_shape(out);
-  const Region out_region = support::check_written("out", out, out.rows, out.heads, out.dim, out.dtype, device_index_);
+  Regions outs;
+  Regions lses;
+  support::check_tensor("out", out, out.rows, out.heads, out.dim, out.dtype, device_index_, outs);
+  support::check_distinct(outs);
   const std::int64_t states = out.rows * out.heads;  // fits, as out does
-  const Region lse = support::check_array("lse", launch.lse, states);
-  support::check_apart(lse, out_region);
+  support::check_array("lse", launch.lse, states, lses);
+  support::check_apart(lses, outs);
   for (const PartialState& part : launch.parts) {
-    const Region part_out =
-        support::check_tensor("a part's out", part.out, out.rows, out.heads, out.dim, out.dtype, device_index_);
+    Regions part_outs;
+    Regions part_lses;
+    support::check_tensor("a part's out", part.out, out.rows, out.heads, out.dim, out.dtype, device_index_, part_outs);
     if (out.rows > 0 && part.lse == nullptr) fail(Reason::kTensorNull, "a part's lse is null");
-    const Region part_lse = support::check_array("a part's lse", part.lse, states);
+    support::check_array("a part's lse", part.lse, states, part_lses);
     // A part may be replaced by the result: each element is read before it is written.
-    if (!same_elements(part.out, out)) support::check_apart(out_region, part_out);
-    if (part.lse != launch.lse) support::check_apart(lse, part_lse);
-    support::check_apart(out_region, part_lse);
-    support::check_apart(lse, part_out);
+    if (!same_elements(part.out, out)) support::check_apart(outs, part_outs);
+    if (part.lse != launch.lse) support::check_apart(lses, part_lses);
+    support::check_apart(outs, part_lses);
+    support::check_apart(lses, part_outs);
   }
   if (out.rows == 0) return;
   backend_->merge(launch);

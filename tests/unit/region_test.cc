@@ -18,7 +18,7 @@ using Axes = std::vector<Region::Axis>;
 
 Region region(std::int64_t first, std::int64_t element, std::int64_t count, const Axes& axes) {
   const auto* data = reinterpret_cast<const void*>(first);
-  Region::Axis three[3];
+  Region::Axis three[3] = {{"", 1, 0}, {"", 1, 0}, {"", 1, 0}};
   std::copy(axes.begin(), axes.end(), three);
   return {"it", data, element, count, {three[0], three[1], three[2]}};
 }
@@ -63,10 +63,10 @@ TEST(Region, MeetsExactlyWhereBytesAreShared) {
       }
     }
     std::vector<std::int64_t> bytes[2];
-    Region regions[2];
+    std::vector<Region> regions;
     for (int v = 0; v < 2; ++v) {
       bytes[v] = bytes_of(views[v].first, views[v].element, views[v].count, views[v].axes);
-      regions[v] = region(views[v].first, views[v].element, views[v].count, views[v].axes);
+      regions.push_back(region(views[v].first, views[v].element, views[v].count, views[v].axes));
       std::sort(bytes[v].begin(), bytes[v].end());
       const bool repeats = std::adjacent_find(bytes[v].begin(), bytes[v].end()) != bytes[v].end();
       if (repeats) {
