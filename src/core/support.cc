@@ -8,6 +8,9 @@
 namespace fiw::support {
 namespace {
 
+// Beyond it the logits of ordinary data leave float32.
+constexpr float kMaxSmScale = 1e30F;
+
 void check_heads(std::int32_t num_qo_heads, std::int32_t num_kv_heads) {
   if (num_qo_heads < 1) fail(Reason::kHeadCount, "num_qo_heads is {}, expected at least 1", num_qo_heads);
   if (num_kv_heads < 1) fail(Reason::kHeadCount, "num_kv_heads is {}, expected at least 1", num_kv_heads);
@@ -85,7 +88,10 @@ AttentionParams resolve(const AttentionParams& params, bool custom_mask) {
   if (resolved.head_dim_vo == 0) resolved.head_dim_vo = resolved.head_dim_qk;
   check_head_dim("head_dim_qk", resolved.head_dim_qk);
   check_head_dim("head_dim_vo", resolved.head_dim_vo);
-  if (!std::isfinite(params.sm_scale)) fail(Reason::kScale, "sm_scale is {}, expected a finite value", params.sm_scale);
+  if (!std::isfinite(params.sm_scale) || params.sm_scale > kMaxSmScale) {
+    fail(Reason::kScale, "sm_scale is {}, expected a finite value of at most {} (<= 0: 1 / sqrt(head_dim_qk))",
+         params.sm_scale, kMaxSmScale);
+  }
   if (resolved.sm_scale <= 0) resolved.sm_scale = 1.0F / std::sqrt(static_cast<float>(resolved.head_dim_qk));
   if (params.window_left < -1) {
     fail(Reason::kWindow, "window_left is {}, expected at least -1 (-1: off)", params.window_left);
@@ -243,7 +249,13 @@ void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span
   announced("alibi_slopes", extras.alibi_slopes, spec.alibi, Reason::kAlibi);
   announced("mask", extras.mask, spec.custom_mask, Reason::kMask);
   announced("mask_indptr", extras.mask_indptr, spec.custom_mask, Reason::kMask);
-  if (!spec.custom_mask || device != kCpuDevice) return;
+  if (device != kCpuDevice) return;
+  for (std::int32_t h = 0; extras.alibi_slopes != nullptr && h < spec.params.num_qo_heads; ++h) {
+    if (!std::isfinite(extras.alibi_slopes[h])) {
+      fail(Reason::kAlibi, "extras.alibi_slopes[{}] is {}, expected a finite value", h, extras.alibi_slopes[h]);
+    }
+  }
+  if (!spec.custom_mask) return;
   for (std::size_t r = 0; r < kv_lens.size(); ++r) {
     const std::int64_t qo_len = qo_indptr.empty() ? uniform_qo_len : qo_indptr[r + 1] - qo_indptr[r];
     const std::int64_t needed = (qo_len * kv_lens[r] + 7) / 8;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -280,6 +281,51 @@ TEST_P(Attention, LargeLogits) {
     c.kv_dtype = dtype;
     c.q_deviation = 300.0F;  // softmax picks one key; a sum without its maximum taken out overflows
     c.params.sm_scale = 1.0F;
+    expect_right(c);
+  }
+}
+
+// A NaN in a key or query makes all of the rows that see it NaN, out and lse, and no other row; however many parts a
+// row is merged from.
+TEST_P(Attention, NanReachesThoseWhoSeeIt) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  using Change = void (*)(Case&);
+  const Change kChanges[] = {
+      [](Case&) {},
+      [](Case& c) { c.params.causal = false; },
+      [](Case& c) { c.params.window_left = 7; },
+      [](Case& c) { c.params.logits_soft_cap = 2.5F; },
+      [](Case& c) { c.sinks = true; },
+      [](Case& c) { c.alibi = true; },
+      [](Case& c) { c.mask = true; },
+      [](Case& c) { c.kv_lens.front() = 3000; },
+      [](Case& c) { c.q_dtype = c.kv_dtype = DType::kFloat32; },
+  };
+  for (const Change change : kChanges) {
+    for (const bool in_query : {false, true}) {
+      Case c = base();
+      change(c);
+      Problem problem(device(), c, rng_);
+      const std::int32_t d = rng_.uniform(0, c.params.head_dim_qk - 1);
+      if (in_query) {
+        problem.spoil_query(rng_.uniform(0, static_cast<std::int32_t>(problem.q().rows()) - 1), 1, d, nan);
+      } else {
+        const std::int32_t recent = rng_.uniform(1, std::min(c.kv_lens.front(), 8));
+        problem.spoil(true, 0, c.kv_lens.front() - recent, 1, d, nan);
+        problem.spoil(true, 0, rng_.uniform(0, c.kv_lens.front() - 1), 0, d, nan);
+      }
+      ASSERT_NO_THROW(problem.call(*workspace_)) << c;
+      EXPECT_TRUE(problem.check());
+    }
+  }
+}
+
+TEST_P(Attention, SoftCapFarAboveTheLogits) {
+  for (const float cap : {1e4F, 1e9F, 1e30F}) {
+    Case c = base();
+    c.q_dtype = c.kv_dtype = DType::kFloat32;
+    c.params.logits_soft_cap = cap;
+    c.q_deviation = 4.0F;
     expect_right(c);
   }
 }
