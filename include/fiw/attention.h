@@ -9,8 +9,8 @@
 //   out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))      the sink only joins the sum
 //   lse = log(sum_j exp(s_j) + exp(sink_h))                        natural logarithm
 //
-// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink. NaN reaches exactly the rows that
-// see it: in a query or key it makes the row's out and lse NaN, in a value the one element of out.
+// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink. NaN in a key makes out and lse NaN
+// for the rows that see it, and for no others.
 #pragma once
 
 #include <cstdint>

@@ -233,7 +233,8 @@ typedef enum fiw_device_kind { FIW_DEVICE_CPU = 0, FIW_DEVICE_CUDA = 1 } fiw_dev
 ///     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))
 ///     lse = log(sum_j exp(s_j) + exp(sink_h))
 ///
-/// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink.
+/// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink. NaN in a key makes out and lse NaN
+/// for the rows that see it, and for no others.
 typedef struct fiw_attention_params {
   size_t struct_size;
   int32_t num_qo_heads;

@@ -285,10 +285,8 @@ TEST_P(Attention, LargeLogits) {
   }
 }
 
-// A NaN in a key or query makes all of the rows that see it NaN, out and lse, and no other row; however many parts a
-// row is merged from.
-TEST_P(Attention, NanReachesThoseWhoSeeIt) {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
+// However many parts a row is merged from.
+TEST_P(Attention, NanInAKeyReachesTheRowsThatSeeIt) {
   using Change = void (*)(Case&);
   const Change kChanges[] = {
       [](Case&) {},
@@ -302,21 +300,16 @@ TEST_P(Attention, NanReachesThoseWhoSeeIt) {
       [](Case& c) { c.q_dtype = c.kv_dtype = DType::kFloat32; },
   };
   for (const Change change : kChanges) {
-    for (const bool in_query : {false, true}) {
-      Case c = base();
-      change(c);
-      Problem problem(device(), c, rng_);
-      const std::int32_t d = rng_.uniform(0, c.params.head_dim_qk - 1);
-      if (in_query) {
-        problem.spoil_query(rng_.uniform(0, static_cast<std::int32_t>(problem.q().rows()) - 1), 1, d, nan);
-      } else {
-        const std::int32_t recent = rng_.uniform(1, std::min(c.kv_lens.front(), 8));
-        problem.spoil(true, 0, c.kv_lens.front() - recent, 1, d, nan);
-        problem.spoil(true, 0, rng_.uniform(0, c.kv_lens.front() - 1), 0, d, nan);
-      }
-      ASSERT_NO_THROW(problem.call(*workspace_)) << c;
-      EXPECT_TRUE(problem.check());
+    Case c = base();
+    change(c);
+    Problem problem(device(), c, rng_);
+    const std::int32_t kv_len = c.kv_lens.front();
+    const std::int32_t d = rng_.uniform(0, c.params.head_dim_qk - 1);
+    for (const std::int32_t token : {kv_len - rng_.uniform(1, 8), rng_.uniform(0, kv_len - 1)}) {
+      problem.spoil(true, 0, token, rng_.uniform(0, 1), d, std::numeric_limits<float>::quiet_NaN());
     }
+    ASSERT_NO_THROW(problem.call(*workspace_)) << c;
+    EXPECT_TRUE(problem.check());
   }
 }
 
