@@ -9,7 +9,8 @@
 //   out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))      the sink only joins the sum
 //   lse = log(sum_j exp(s_j) + exp(sink_h))                        natural logarithm
 //
-// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink.
+// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink. NaN in a key makes out and lse NaN
+// for the rows that see it, and for no others.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ struct AttentionParams {
       0;                         ///< divides num_qo_heads; query head h reads KV head h / (num_qo_heads / num_kv_heads)
   std::int32_t head_dim_qk = 0;  ///< a multiple of 8, at most 576
   std::int32_t head_dim_vo = 0;  ///< 0: as head_dim_qk
-  float sm_scale = 0.0F;         ///< <= 0: 1 / sqrt(head_dim_qk)
+  float sm_scale = 0.0F;         ///< at most 1e30; <= 0: 1 / sqrt(head_dim_qk)
   bool causal = true;            ///< ignored where a custom mask is given: the mask says all
   std::int32_t window_left = -1;  ///< keys a query sees before its own position; -1: all
   float logits_soft_cap = 0.0F;   ///< 0: off
@@ -38,7 +39,7 @@ struct AttentionParams {
 /// Inputs that may differ from layer to layer without a new plan. All pointers are read on the workspace's device.
 struct AttentionExtras {
   const float* sinks = nullptr;         ///< [num_qo_heads], logits; -inf switches a head's sink off
-  const float* alibi_slopes = nullptr;  ///< [num_qo_heads]
+  const float* alibi_slopes = nullptr;  ///< [num_qo_heads], finite
   /// Packed booleans, request after request, each starting at a byte: bit (p * kv_len + j) of request r lies at
   /// mask[mask_indptr[r] + bit / 8] >> (bit % 8) & 1, and 1 means visible.
   const std::uint8_t* mask = nullptr;

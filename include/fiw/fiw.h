@@ -235,14 +235,15 @@ typedef enum fiw_device_kind { FIW_DEVICE_CPU = 0, FIW_DEVICE_CUDA = 1 } fiw_dev
 ///     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))
 ///     lse = log(sum_j exp(s_j) + exp(sink_h))
 ///
-/// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink.
+/// A row that sees no key gives out = 0 and lse = -infinity, with or without a sink. NaN in a key makes out and lse NaN
+/// for the rows that see it, and for no others.
 typedef struct fiw_attention_params {
   size_t struct_size;
   int32_t num_qo_heads;
   int32_t num_kv_heads;   ///< divides num_qo_heads; query head h reads KV head h / (num_qo_heads / num_kv_heads)
   int32_t head_dim_qk;    ///< a multiple of 8, at most 576
   int32_t head_dim_vo;    ///< 0: as head_dim_qk
-  float sm_scale;         ///< <= 0: 1 / sqrt(head_dim_qk)
+  float sm_scale;         ///< at most 1e30; <= 0: 1 / sqrt(head_dim_qk)
   int32_t causal;         ///< boolean; ignored where a custom mask is given: the mask says all
   int32_t window_left;    ///< keys that a query sees before its own position; -1: all
   float logits_soft_cap;  ///< 0: off
@@ -467,7 +468,7 @@ FIW_API void fiw_kv_cache_init(fiw_kv_cache* cache, size_t struct_size);
 typedef struct fiw_attention_extras {
   size_t struct_size;
   const DLTensor* sinks;         ///< float32 [num_qo_heads], logits; -inf switches a head's sink off
-  const DLTensor* alibi_slopes;  ///< float32 [num_qo_heads]
+  const DLTensor* alibi_slopes;  ///< float32 [num_qo_heads], finite
   const DLTensor* mask;          ///< uint8 [bytes], as fiw_pack_mask writes it; with `mask_indptr` or not at all
   const DLTensor* mask_indptr;   ///< int32 [batch + 1], byte offsets
 } fiw_attention_extras;

@@ -56,7 +56,7 @@ struct ScheduleShape {
   std::int32_t padded_batch = 0;     ///< == batch unless a graph leaves room for more; the room reads as empty requests
   std::int32_t padded_rows = 0;      ///< == total_rows unless a graph leaves room for more
   std::int32_t tile_rows = 0;        ///< packed (token, head-in-group) rows a tile; 0: a request is one tile
-  std::int32_t kv_chunk_tokens = 0;  ///< a multiple of page_size; the largest request's when not split
+  std::int32_t kv_chunk_tokens = 0;  ///< whole pages, at most 2^31 - 1; the largest request's when not split
   std::int64_t partial_rows = 0;     ///< rows of partial outputs; 0 when not split
   bool split_kv = false;
   bool graph = false;

@@ -10,6 +10,9 @@
 namespace fiw::support {
 namespace {
 
+// Beyond it the logits of ordinary data leave float32.
+constexpr float kMaxSmScale = 1e30F;
+
 void check_heads(std::int32_t num_qo_heads, std::int32_t num_kv_heads) {
   if (num_qo_heads < 1) fail(Reason::kHeadCount, "num_qo_heads is {}, expected at least 1", num_qo_heads);
   if (num_kv_heads < 1) fail(Reason::kHeadCount, "num_kv_heads is {}, expected at least 1", num_kv_heads);
@@ -99,7 +102,10 @@ AttentionParams resolve(const AttentionParams& params, bool custom_mask) {
   if (resolved.head_dim_vo == 0) resolved.head_dim_vo = resolved.head_dim_qk;
   check_head_dim("head_dim_qk", resolved.head_dim_qk);
   check_head_dim("head_dim_vo", resolved.head_dim_vo);
-  if (!std::isfinite(params.sm_scale)) fail(Reason::kScale, "sm_scale is {}, expected a finite value", params.sm_scale);
+  if (!std::isfinite(params.sm_scale) || params.sm_scale > kMaxSmScale) {
+    fail(Reason::kScale, "sm_scale is {}, expected a finite value of at most {} (<= 0: 1 / sqrt(head_dim_qk))",
+         params.sm_scale, kMaxSmScale);
+  }
   if (resolved.sm_scale <= 0) resolved.sm_scale = 1.0F / std::sqrt(static_cast<float>(resolved.head_dim_qk));
   if (params.window_left < -1) {
     fail(Reason::kWindow, "window_left is {}, expected at least -1 (-1: off)", params.window_left);
@@ -298,9 +304,15 @@ void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span
   announced("mask_indptr", extras.mask_indptr, spec.custom_mask, Reason::kMask);
   check_array("extras.sinks", extras.sinks, spec.params.num_qo_heads, regions);
   check_array("extras.alibi_slopes", extras.alibi_slopes, spec.params.num_qo_heads, regions);
+  const bool on_host = device == kCpuDevice;
+  for (std::int32_t h = 0; on_host && extras.alibi_slopes != nullptr && h < spec.params.num_qo_heads; ++h) {
+    if (!std::isfinite(extras.alibi_slopes[h])) {
+      fail(Reason::kAlibi, "extras.alibi_slopes[{}] is {}, expected a finite value", h, extras.alibi_slopes[h]);
+    }
+  }
   if (!spec.custom_mask) return;
   check_array("extras.mask_indptr", extras.mask_indptr, std::ssize(kv_lens) + 1, regions);
-  if (device != kCpuDevice) return;  // where the host cannot tell how long the mask is
+  if (!on_host) return;  // where the host cannot tell how long the mask is
   std::int64_t mask_bytes = 0;
   for (std::size_t r = 0; r < kv_lens.size(); ++r) {
     const std::int64_t qo_len = qo_indptr.empty() ? uniform_qo_len : qo_indptr[r + 1] - qo_indptr[r];

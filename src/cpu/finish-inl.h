@@ -25,28 +25,35 @@ void write_row(D d, const Tensor& out, std::int64_t row, std::int32_t head, cons
   });
 }
 
-/// Ends row (token p, qo_head) of chunk `chunk`: `values` are sums weighted by 2^(logit - top), `sum` is the sum of
-/// weights.
+/// Ends row (token p, qo_head) of chunk `chunk`, which covers `keys`: `values` are sums weighted by 2^(logit - top),
+/// `sum` is the sum of weights. `sum` is NaN if any logit was; `top` may then be anything.
 template <class D>
 void finish_row(D d, const Job& job, const Request& request, std::int32_t p, std::int32_t qo_head, std::int32_t chunk,
-                const float* values, float top, float sum) {
+                const KeyRange& keys, const float* values, float top, float sum) {
   constexpr float kLn2 = 0.6931471806F;
   const bool split = job.schedule.split_kv;
   float scale = 0.0F;
   float lse = kNegInf;
-  if (top != kNegInf) {
+  if (sum == 0.0F && !job.sees_any(request, p, keys)) {
+    // An empty row.
+  } else if (split && sum == 0.0F) {
+    scale = 1.0F;  // the values are 0, or NaN where a value was
+    lse = Job::kWeightlessLse;
+  } else {
+    const float highest_logit = top * kLn2;
     // The sink joins once: here, or when the parts are merged.
     if (job.extras.sinks != nullptr && !split) {
-      const float sink = job.extras.sinks[qo_head] * Job::kLog2E;
-      const float highest = std::max(top, sink);
-      sum = sum * std::exp2(top - highest) + std::exp2(sink - highest);
-      scale = std::exp2(top - highest) / sum;
-      top = highest;
+      const float sink = job.extras.sinks[qo_head];
+      const float highest = std::max(highest_logit, sink);
+      const float weight = std::exp(highest_logit - highest);
+      sum = sum * weight + std::exp(sink - highest);
+      scale = weight / sum;
+      lse = highest + std::log(sum);
     } else {
       scale = 1.0F / sum;
+      lse = sum == 0.0F ? std::numeric_limits<float>::quiet_NaN() : highest_logit + std::log(sum);
     }
     scale *= job.v.scale_of(qo_head / job.group);
-    lse = (top + std::log2(sum)) * kLn2;
   }
   if (split) {
     const std::int64_t state = job.partial_row(request, p, chunk) * job.params.num_qo_heads + qo_head;

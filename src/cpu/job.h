@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 
@@ -72,6 +73,9 @@ struct Job {
   Schedule schedule{};
   float* partial_out = nullptr;  ///< [partial_rows, num_qo_heads, head_dim_vo], only when split
   float* partial_lse = nullptr;  ///< [partial_rows, num_qo_heads]
+  /// The partial_lse of a part whose logits are all minus infinity. A part that sees no key has minus infinity instead:
+  /// the two differ where no other part has any weight either.
+  static constexpr float kWeightlessLse = std::numeric_limits<float>::lowest();
 
   Request request(std::int32_t r) const noexcept {
     Request request{.index = r};
@@ -108,6 +112,22 @@ struct Job {
     return (extras.mask[extras.mask_indptr[request.index] + bit / 8] >> (bit % 8) & 1) == 0;
   }
 
+  /// Whether query token p sees any of `keys`.
+  bool sees_any(const Request& request, std::int32_t p, const KeyRange& keys) const noexcept {
+    const KeyRange seen = visible(request, p);
+    const std::int32_t begin = std::max(seen.begin, keys.begin);
+    const std::int32_t end = std::min(seen.end, keys.end);
+    if (extras.mask == nullptr) return begin < end;
+    const std::int64_t row = std::int64_t{p} * request.kv_len;
+    const std::uint8_t* bytes = extras.mask + extras.mask_indptr[request.index];
+    for (std::int64_t bit = row + begin; bit < row + end;) {
+      const unsigned rest = static_cast<unsigned>(bytes[bit / 8]) >> (bit % 8);
+      if (rest != 0) return bit + std::countr_zero(rest) < row + end;
+      bit = (bit / 8 + 1) * 8;
+    }
+    return false;
+  }
+
   /// Element offsets of head 0 of tokens first .. first + count - 1.
   void token_offsets(const Request& request, std::int32_t first, std::int32_t count, std::int64_t* k_offsets,
                      std::int64_t* v_offsets) const noexcept {
@@ -130,13 +150,16 @@ struct Job {
     return begin + p * chunks + chunk;
   }
 
-  /// Softmax works on base-2 logits. Without a soft cap the factor goes into the queries; with one, the queries carry
-  /// 1 / cap and the factor follows the tanh.
+  /// Softmax works on base-2 logits. Without a soft cap the factor goes into the queries; with one, it follows the
+  /// tanh.
   bool capped() const noexcept { return params.logits_soft_cap > 0.0F; }
-  float logit_unit() const noexcept { return capped() ? 1.0F / params.logits_soft_cap : kLog2E; }
-  float cap_unit() const noexcept { return params.logits_soft_cap * kLog2E; }
+  float logit_unit() const noexcept { return capped() ? 1.0F : kLog2E; }
   float q_scale(std::int32_t kv_head) const noexcept { return params.sm_scale * k.scale_of(kv_head) * logit_unit(); }
-  float slope(std::int32_t qo_head) const noexcept { return extras.alibi_slopes[qo_head] * logit_unit(); }
+  /// Finite, so that a distance of 0 gives 0.
+  float slope(std::int32_t qo_head) const noexcept {
+    constexpr float kMax = std::numeric_limits<float>::max();
+    return std::clamp(extras.alibi_slopes[qo_head] * logit_unit(), -kMax, kMax);
+  }
 
   static constexpr float kLog2E = 1.442695041F;
 };

@@ -16,9 +16,10 @@ HWY_BEFORE_NAMESPACE();
 namespace fiw::cpu::HWY_NAMESPACE {
 
 /// Merges `count` parts, `part(i)` giving an output row and `lse(i)` its logarithm, with a sink (minus infinity: none).
-/// Returns the merged logarithm. `out` may be one of the parts.
+/// If no logarithm is above `weightless`, the parts have no weight to share and the result is NaN. Returns the merged
+/// logarithm. `out` may be one of the parts.
 template <class In, class Out, class Part, class Lse>
-float merge_parts(std::int64_t count, const Part& part, const Lse& lse, float sink, std::int32_t dim,
+float merge_parts(std::int64_t count, const Part& part, const Lse& lse, float sink, float weightless, std::int32_t dim,
                   typename Out::Raw* out) {
   const Narrow d;
   constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(Narrow()));
@@ -30,7 +31,7 @@ float merge_parts(std::int64_t count, const Part& part, const Lse& lse, float si
     empty = empty && lse(i) == kNegInf;
     highest = std::max(highest, lse(i));
   }
-  float sum = std::exp(sink - highest);
+  float sum = highest == weightless ? std::numeric_limits<float>::quiet_NaN() : std::exp(sink - highest);
   for (std::int64_t i = 0; i < count && !empty; ++i) {
     if (lse(i) != kNegInf) sum += std::exp(lse(i) - highest);
   }
@@ -62,7 +63,7 @@ void merge_partials(const Job& job, std::int32_t row) {
     const auto part_lse = [&](std::int64_t i) { return job.partial_lse[(first + i) * heads + h]; };
     const float sink = job.extras.sinks != nullptr ? job.extras.sinks[h] : kNegInf;
     auto* out = static_cast<typename Out::Raw*>(job.out.data) + row * job.out.row_stride + h * job.out.head_stride;
-    const float lse = merge_parts<Float32, Out>(count, part, part_lse, sink, dim, out);
+    const float lse = merge_parts<Float32, Out>(count, part, part_lse, sink, Job::kWeightlessLse, dim, out);
     if (job.lse != nullptr) job.lse[std::int64_t{row} * heads + h] = lse;
   }
 }
@@ -83,7 +84,7 @@ void merge_states(const MergeLaunch& launch, std::int64_t row) {
     };
     Raw* out = static_cast<Raw*>(launch.out.data) + offset(launch.out, h);
     const float lse = merge_parts<Element, Element>(static_cast<std::int64_t>(launch.parts.size()), part, part_lse,
-                                                    kNegInf, static_cast<std::int32_t>(launch.out.dim), out);
+                                                    kNegInf, kNegInf, static_cast<std::int32_t>(launch.out.dim), out);
     if (launch.lse != nullptr) launch.lse[row * launch.out.heads + h] = lse;
   }
 }

@@ -148,9 +148,15 @@ HWY_INLINE void store(D d, hn::Vec<D> value, typename Element::Raw* to) {
   }
 }
 
-/// 2^x for x <= 0. Results below the smallest normal number are 0; NaN stays NaN.
+/// 2^x = scale * (1 + rest), for -126 <= x <= 0; `rest` is as exact as 2^x - 1 where x is near 0.
+template <class V>
+struct PowerOfTwo {
+  V scale;
+  V rest;
+};
+
 template <class D>
-HWY_INLINE hn::Vec<D> exp2_nonpositive(D d, hn::Vec<D> x) {
+HWY_INLINE PowerOfTwo<hn::Vec<D>> exp2_parts(D d, hn::Vec<D> x) {
   const hn::RebindToUnsigned<D> du;
   // In x + shifter the last bit weighs 1, so the low bits are round(x) + 127: an exponent field once shifted up.
   const auto shifter = hn::Set(d, 12582912.0F + 127.0F);
@@ -161,16 +167,34 @@ HWY_INLINE hn::Vec<D> exp2_nonpositive(D d, hn::Vec<D> x) {
   power = hn::MulAdd(power, fraction, hn::Set(d, 5.550381169e-02F));
   power = hn::MulAdd(power, fraction, hn::Set(d, 2.402234972e-01F));
   power = hn::MulAdd(power, fraction, hn::Set(d, 6.931471825e-01F));
-  power = hn::MulAdd(power, fraction, hn::Set(d, 1.0F));
-  const auto scale = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(du, shifted)));
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -126.0F)), hn::Mul(power, scale));
+  return {hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(du, shifted))), hn::Mul(power, fraction)};
 }
 
+/// 2^x for x <= 0. Results below the smallest normal number are 0; NaN stays NaN.
+template <class D>
+HWY_INLINE hn::Vec<D> exp2_nonpositive(D d, hn::Vec<D> x) {
+  const auto power = exp2_parts(d, x);
+  const auto result = hn::MulAdd(power.rest, power.scale, power.scale);
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -126.0F)), result);
+}
+
+/// Off by less than 1e-6 of the result, tiny ones too.
 template <class D>
 HWY_INLINE hn::Vec<D> tanh(D d, hn::Vec<D> x) {
-  const auto one = hn::Set(d, 1.0F);
-  const auto e = exp2_nonpositive(d, hn::Mul(hn::Abs(x), hn::Set(d, -2.885390082F)));
-  return hn::CopySign(hn::Div(hn::Sub(one, e), hn::Add(one, e)), x);
+  const auto least = hn::Set(d, -126.0F);
+  const auto exponent = hn::Mul(hn::Abs(x), hn::Set(d, -2.885390082F));
+  const auto power = exp2_parts(d, hn::IfThenElse(hn::Lt(exponent, least), least, exponent));  // NaN passes
+  // (1 - e) / (1 + e) for e = 2^exponent.
+  const auto difference = hn::NegMulAdd(power.rest, power.scale, hn::Sub(hn::Set(d, 1.0F), power.scale));
+  return hn::CopySign(hn::Div(difference, hn::Sub(hn::Set(d, 2.0F), difference)), x);
+}
+
+/// cap * tanh(logit / cap), in base 2.
+template <class D>
+HWY_INLINE hn::Vec<D> soft_cap(D d, hn::Vec<D> logit, float cap) {
+  const auto limit = hn::Set(d, cap);
+  // A product of the constants, or 1 / cap, may leave the range of floats.
+  return hn::Mul(hn::Mul(tanh(d, hn::Div(logit, limit)), limit), hn::Set(d, 1.442695041F));
 }
 
 inline constexpr float kNegInf = -std::numeric_limits<float>::infinity();

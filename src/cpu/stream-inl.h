@@ -209,7 +209,7 @@ HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride,
 }
 
 /// Turns a tile's logits into weights in place; `top`, `sum` and `decay` hold four lanes in the rows' pattern. `decay`
-/// becomes the factor by which the rows' earlier sums shrink.
+/// becomes the factor by which the rows' earlier sums shrink. A NaN may get lost on the way to `top`, never to `sum`.
 template <int kRows, class D>
 HWY_INLINE void weigh_rows(D d, float* HWY_RESTRICT logits, std::int32_t count, float* HWY_RESTRICT top,
                            float* HWY_RESTRICT sum, float* HWY_RESTRICT decay) {
@@ -346,7 +346,7 @@ struct Stream {
     }
     if (job.capped()) {
       for (std::int32_t i = 0; i < block.count * kRows; i += static_cast<std::int32_t>(hn::Lanes(d))) {
-        hn::Store(hn::Mul(tanh(d, hn::Load(d, logits + i)), hn::Set(d, job.cap_unit())), d, logits + i);
+        hn::Store(soft_cap(d, hn::Load(d, logits + i), job.params.logits_soft_cap), d, logits + i);
       }
     }
     bool seen_by_all = true;
@@ -447,7 +447,7 @@ struct Stream {
     for (std::int32_t h = 0; h < heads; ++h) {
       for (std::int32_t row = 0; row < rows; ++row) {
         const std::int64_t lane = tile_slot(h, row) + row % kTileRows;
-        finish_row(d, job, request, row / job.group, h * job.group + row % job.group, chunk,
+        finish_row(d, job, request, row / job.group, h * job.group + row % job.group, chunk, keys,
                    at<float>(layout.acc) + row_slot(h, row) * job.params.head_dim_vo, at<float>(layout.top)[lane],
                    at<float>(layout.sum)[lane]);
       }

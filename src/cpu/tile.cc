@@ -116,14 +116,14 @@ struct Lanes {
   float* sum;    ///< sum of weights
   float* decay;  ///< by how much earlier sums shrink, of the block at hand
   float* slope;  ///< ALiBi
-  float* q_pos;
+  std::int32_t* q_pos;
 
   explicit Lanes(float* base)
       : top(base),
         sum(base + kCpuTileRows),
         decay(base + 2 * kCpuTileRows),
         slope(base + 3 * kCpuTileRows),
-        q_pos(base + 4 * kCpuTileRows) {}
+        q_pos(reinterpret_cast<std::int32_t*>(base + 4 * kCpuTileRows)) {}
 };
 
 /// ALiBi, the soft cap, and minus infinity for what a row does not see, for one vector of rows.
@@ -131,13 +131,15 @@ inline void shape_logits(const Job& job, const Lanes& lanes, std::int32_t lane, 
                          std::int32_t begin, std::int32_t end, std::int32_t width, const std::uint32_t* visible,
                          float* HWY_RESTRICT logits) {
   const hn::RebindToUnsigned<Wide> du;
+  const hn::RebindToSigned<Wide> di;
   const bool alibi = job.extras.alibi_slopes != nullptr;
   const auto slope = hn::Load(kWide, lanes.slope + lane);
-  const auto q_pos = hn::Load(kWide, lanes.q_pos + lane);
+  // Distances are short where positions may be more than floats can tell apart.
+  const auto distance = hn::Sub(hn::Set(di, first_key), hn::Load(di, lanes.q_pos + lane));
   for (std::int32_t t = begin; t < end; ++t) {
     auto s = hn::Load(kWide, logits + std::int64_t{t} * width);
-    if (alibi) s = hn::MulAdd(slope, hn::Sub(hn::Set(kWide, static_cast<float>(first_key + t)), q_pos), s);
-    if (job.capped()) s = hn::Mul(tanh(kWide, s), hn::Set(kWide, job.cap_unit()));
+    if (alibi) s = hn::MulAdd(slope, hn::ConvertTo(kWide, hn::Add(distance, hn::Set(di, t))), s);
+    if (job.capped()) s = soft_cap(kWide, s, job.params.logits_soft_cap);
     if (visible != nullptr) {
       const auto seen = hn::BitCast(kWide, hn::Load(du, visible + std::int64_t{t} * width));
       s = hn::IfThenElse(hn::MaskFromVec(seen), s, hn::Set(kWide, kNegInf));
@@ -146,7 +148,7 @@ inline void shape_logits(const Job& job, const Lanes& lanes, std::int32_t lane, 
   }
 }
 
-/// Turns logits into weights for one vector of rows.
+/// Turns logits into weights for one vector of rows. A NaN may get lost on the way to `top`, never to `sum`.
 inline void weigh_rows(const Lanes& lanes, std::int32_t lane, std::int32_t begin, std::int32_t end, std::int32_t width,
                        float* HWY_RESTRICT logits) {
   const auto top = hn::Load(kWide, lanes.top + lane);
@@ -224,7 +226,7 @@ struct Tile {
       const bool live = row < rows;
       lanes.top[row] = kNegInf;
       lanes.sum[row] = 0.0F;
-      lanes.q_pos[row] = live ? static_cast<float>(request.q_pos(token(row))) : 0.0F;
+      lanes.q_pos[row] = live ? request.q_pos(token(row)) : 0;
       lanes.slope[row] = live && job.extras.alibi_slopes != nullptr ? job.slope(qo_head(row)) : 0.0F;
     }
     std::fill_n(at<float>(layout.acc), std::int64_t{lanes_used()} * job.params.head_dim_vo, 0.0F);
@@ -329,7 +331,7 @@ struct Tile {
              visible, at<float>(layout.acc) + std::int64_t{panel} * job.params.head_dim_vo);
   }
 
-  void finish(std::int32_t chunk) const {
+  void finish(std::int32_t chunk, const KeyRange& keys) const {
     const std::int32_t dim = job.params.head_dim_vo;
     const Lanes lanes(at<float>(layout.lanes));
     float* buffer = at<float>(layout.row);
@@ -338,7 +340,8 @@ struct Tile {
       const float* acc = at<float>(layout.acc) + std::int64_t{panel} * dim;
       for (std::int32_t row = panel; row < std::min(panel + columns, rows); ++row) {
         for (std::int32_t c = 0; c < dim; ++c) buffer[c] = acc[std::int64_t{c} * columns + row - panel];
-        finish_row(Narrow(), job, request, token(row), qo_head(row), chunk, buffer, lanes.top[row], lanes.sum[row]);
+        finish_row(Narrow(), job, request, token(row), qo_head(row), chunk, keys, buffer, lanes.top[row],
+                   lanes.sum[row]);
       }
     }
   }
@@ -347,8 +350,9 @@ struct Tile {
     load_queries();
     start_lanes();
     const KeyRange keys = job.chunk(request, token(0), token(rows - 1), chunk);
-    for (std::int32_t first = keys.begin; first < keys.end; first += layout.block) {
-      const std::int32_t count = std::min(layout.block, keys.end - first);
+    std::int32_t count = 0;
+    for (std::int32_t first = keys.begin; first < keys.end; first += count) {
+      count = std::min(layout.block, keys.end - first);
       const bool finite = load_block(first, count);
       for (std::int32_t panel = 0; panel < rows; panel += 3 * kLanes) {
         switch (width(panel) / kLanes) {
@@ -364,7 +368,7 @@ struct Tile {
         }
       }
     }
-    finish(chunk);
+    finish(chunk, keys);
   }
 };
 

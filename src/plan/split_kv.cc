@@ -23,6 +23,13 @@ std::int32_t checked_int32(std::int64_t value, const char* what) {
   return static_cast<std::int32_t>(value);
 }
 
+// The last page of a chunk may reach past what 32 bits count, where no token lies.
+std::int32_t chunk_tokens(std::int32_t pages, std::int32_t page_size) {
+  const std::int64_t tokens = std::int64_t{pages} * page_size;
+  if (tokens - page_size < kInt32Max) return static_cast<std::int32_t>(std::min(tokens, kInt32Max));
+  return checked_int32(tokens, "the KV chunk in tokens");
+}
+
 // FlashInfer's tile kernel tells the chunks of a row from the causal limit, so under a window it merges wrongly when
 // there is no such limit.
 bool splittable(KernelFamily family, const WorkLoad& work, const SplitPolicy& policy) noexcept {
@@ -161,7 +168,7 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
   shape.split_kv = may_split && (always || items > totals.uncut_items);
   if (!shape.split_kv) chunk_pages = totals.longest;
   shape.items = checked_int32(items, "the number of work items");
-  shape.kv_chunk_tokens = checked_int32(std::int64_t{chunk_pages} * work.page_size, "the KV chunk in tokens");
+  shape.kv_chunk_tokens = chunk_tokens(chunk_pages, work.page_size);
   shape.padded_items = shape.items;
   shape.padded_batch = shape.batch;
   shape.padded_rows = shape.total_rows;
@@ -190,7 +197,7 @@ void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<
   const auto merge_indptr = ints(out, shape.merge_indptr, shape.kv_chunk_size);
 
   const Tiling tiling(shape.family, work, shape.tile_rows);
-  const FastDiv chunk(static_cast<std::uint32_t>(shape.kv_chunk_tokens / work.page_size));
+  const FastDiv chunk(static_cast<std::uint32_t>(ceil_div(shape.kv_chunk_tokens, work.page_size)));
   std::size_t item = 0;
   std::size_t row = 0;
   std::int32_t partial = 0;

@@ -1782,6 +1782,7 @@ static void test_bad_arguments(void) {
   WITH(p.params.num_kv_heads, 3, FIW_REASON_HEAD_COUNT, "num_qo_heads is 8");
   WITH(p.params.struct_size, 7, FIW_REASON_STRUCT_SIZE, "params.struct_size is 7");
   WITH(p.params.sm_scale, NAN, FIW_REASON_SCALE, "sm_scale");
+  WITH(p.params.sm_scale, 3e38f, FIW_REASON_SCALE, "sm_scale is 3e+38, expected a finite value of at most 1e+30");
   WITH(p.params.window_left, -2, FIW_REASON_WINDOW, "window_left is -2");
   WITH(p.params.logits_soft_cap, -1.0f, FIW_REASON_SOFT_CAP, "logits_soft_cap is -1");
   WITH(p.extras.struct_size, 0, FIW_REASON_STRUCT_SIZE, "extras.struct_size is 0");
@@ -1798,6 +1799,9 @@ static void test_bad_arguments(void) {
     p.extras.sinks = NULL;
     p.extras.alibi_slopes = make1(&p.slopes_t, values, kF16.dtype, 8);
     CHECK_CALL_FAILS(FIW_REASON_TENSOR_DTYPE, "extras.alibi_slopes: dtype");
+    values[6] = -INFINITY;
+    p.extras.alibi_slopes = make1(&p.slopes_t, values, kFloat, 8);
+    CHECK_CALL_FAILS(FIW_REASON_ALIBI, "extras.alibi_slopes[6] is -inf, expected a finite value");
     p.extras.alibi_slopes = NULL;
     p.extras.mask = make1(&p.mask_t, mask, kU8, 7);
     CHECK_CALL_FAILS(FIW_REASON_MASK, "extras.mask_indptr is null beside a given extras.mask");

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -280,6 +281,44 @@ TEST_P(Attention, LargeLogits) {
     c.kv_dtype = dtype;
     c.q_deviation = 300.0F;  // softmax picks one key; a sum without its maximum taken out overflows
     c.params.sm_scale = 1.0F;
+    expect_right(c);
+  }
+}
+
+// However many parts a row is merged from.
+TEST_P(Attention, NanInAKeyReachesTheRowsThatSeeIt) {
+  using Change = void (*)(Case&);
+  const Change kChanges[] = {
+      [](Case&) {},
+      [](Case& c) { c.params.causal = false; },
+      [](Case& c) { c.params.window_left = 7; },
+      [](Case& c) { c.params.logits_soft_cap = 2.5F; },
+      [](Case& c) { c.sinks = true; },
+      [](Case& c) { c.alibi = true; },
+      [](Case& c) { c.mask = true; },
+      [](Case& c) { c.kv_lens.front() = 3000; },
+      [](Case& c) { c.q_dtype = c.kv_dtype = DType::kFloat32; },
+  };
+  for (const Change change : kChanges) {
+    Case c = base();
+    change(c);
+    Problem problem(device(), c, rng_);
+    const std::int32_t kv_len = c.kv_lens.front();
+    const std::int32_t d = rng_.uniform(0, c.params.head_dim_qk - 1);
+    for (const std::int32_t token : {kv_len - rng_.uniform(1, 8), rng_.uniform(0, kv_len - 1)}) {
+      problem.spoil(true, 0, token, rng_.uniform(0, 1), d, std::numeric_limits<float>::quiet_NaN());
+    }
+    ASSERT_NO_THROW(problem.call(*workspace_)) << c;
+    EXPECT_TRUE(problem.check());
+  }
+}
+
+TEST_P(Attention, SoftCapFarAboveTheLogits) {
+  for (const float cap : {1e4F, 1e9F, 1e30F}) {
+    Case c = base();
+    c.q_dtype = c.kv_dtype = DType::kFloat32;
+    c.params.logits_soft_cap = cap;
+    c.q_deviation = 4.0F;
     expect_right(c);
   }
 }

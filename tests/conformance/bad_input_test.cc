@@ -167,6 +167,9 @@ std::vector<Fault> faults_of_params() {
        {Reason::kHeadDim, {"head_dim_vo", "-8"}, Status::kUnsupported}},
       {"sm_scale NaN", [](Arguments& a) { a.params.sm_scale = kNan; }, {Reason::kScale, {"sm_scale", "nan"}}},
       {"sm_scale inf", [](Arguments& a) { a.params.sm_scale = kInf; }, {Reason::kScale, {"sm_scale", "inf"}}},
+      {"sm_scale 3e38",
+       [](Arguments& a) { a.params.sm_scale = 3e38F; },
+       {Reason::kScale, {"sm_scale", "3e+38", "1e+30"}}},
       {"window -2", [](Arguments& a) { a.params.window_left = -2; }, {Reason::kWindow, {"window_left", "-2", "-1"}}},
       {"soft cap -1",
        [](Arguments& a) { a.params.logits_soft_cap = -1.0F; },
@@ -174,6 +177,9 @@ std::vector<Fault> faults_of_params() {
       {"soft cap NaN",
        [](Arguments& a) { a.params.logits_soft_cap = kNan; },
        {Reason::kSoftCap, {"logits_soft_cap", "nan"}}},
+      {"soft cap inf",
+       [](Arguments& a) { a.params.logits_soft_cap = kInf; },
+       {Reason::kSoftCap, {"logits_soft_cap", "inf"}}},
   };
 }
 
@@ -360,6 +366,21 @@ TEST_P(BadHostMemory, Mask) {
                             {"a negative mask offset",
                              [](Arguments& a) { a.extras.mask_indptr = kNegative; },
                              {Reason::kMask, {"request 0", "mask_indptr", "-8"}, Status::kInvalidArgument, 0}}});
+  }
+}
+
+TEST_P(BadHostMemory, Slopes) {
+  static constexpr float kInfinite[] = {1.0F, -kInf, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F};
+  static constexpr float kNanSlope[] = {kNan, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F};
+  for (const Op op : {Op::kDecode, Op::kPrefill, Op::kVerify, Op::kRagged}) {
+    Case c = good(op);
+    c.alibi = true;
+    expect_refused(c, {{"an infinite slope",
+                        [](Arguments& a) { a.extras.alibi_slopes = kInfinite; },
+                        {Reason::kAlibi, {"alibi_slopes[1]", "-inf", "finite"}}},
+                       {"a NaN slope",
+                        [](Arguments& a) { a.extras.alibi_slopes = kNanSlope; },
+                        {Reason::kAlibi, {"alibi_slopes[0]", "nan", "finite"}}}});
   }
 }
 

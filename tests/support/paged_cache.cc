@@ -83,6 +83,11 @@ void PagedCache::store_token(std::int32_t page, std::int32_t slot, const TestTen
   }
 }
 
+void PagedCache::set(bool key, std::int32_t page, std::int32_t slot, std::int32_t head, std::int32_t d, float value) {
+  const KvCache kv = host();
+  store_float(key ? kv.k : kv.v, shape_.dtype, index(key ? kv.k_stride : kv.v_stride, page, slot, head) + d, value);
+}
+
 void PagedCache::upload() {
   k_.upload();
   v_.upload();
@@ -107,7 +112,8 @@ KvCache PagedCache::view(void* k, void* v, const float* k_head_scale, const floa
 }
 
 KvCache PagedCache::host() const {
-  // The view type has no const form; the reference only reads through it, and fill() and store_token() own the bytes.
+  // The view type has no const form; the reference only reads through it, and fill(), store_token() and set() own the
+  // bytes.
   return view(const_cast<std::byte*>(k_.host().data()), const_cast<std::byte*>(v_.host().data()),
               k_head_scale_.host().data(), v_head_scale_.host().data(), kCpuDevice);
 }

@@ -39,6 +39,8 @@ class PagedCache {
   void fill(std::span<const std::int32_t> pages, std::int32_t first, std::int32_t last, Rng& rng);
   /// What append_kv is to do, on the host copy: row `row` of k and v becomes the token in one slot.
   void store_token(std::int32_t page, std::int32_t slot, const TestTensor& k, const TestTensor& v, std::int64_t row);
+  /// Stores one element of the host copy of K (`key`) or V as it is, scales aside; upload() afterwards.
+  void set(bool key, std::int32_t page, std::int32_t slot, std::int32_t head, std::int32_t d, float value);
   void upload();
 
   KvCache host() const;

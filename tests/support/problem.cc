@@ -16,6 +16,9 @@ namespace {
 /// Multiplications of the reference that one check may take; beyond them it looks at a random choice of rows.
 constexpr std::int64_t kReferenceBudget = 4'000'000;
 
+/// What outputs hold before a call whose results may be NaN; no result comes near it.
+constexpr float kFinitePoison = 12345.0F;
+
 /// How far fp32 puts a softmax weight off, relative to the size of the logits behind it.
 constexpr double kLogitRounding = 2e-6;
 
@@ -180,8 +183,12 @@ StepSpec Problem::spec() const {
 }
 
 void Problem::poison_outputs() {
-  out_.poison();
-  std::ranges::fill(lse_.host(), std::numeric_limits<float>::quiet_NaN());
+  if (spoiled_) {
+    out_.fill(kFinitePoison);
+  } else {
+    out_.poison();
+  }
+  std::ranges::fill(lse_.host(), spoiled_ ? kFinitePoison : std::numeric_limits<float>::quiet_NaN());
   lse_.upload();
 }
 
@@ -268,6 +275,9 @@ testing::AssertionResult Problem::check() {
     return testing::AssertionFailure() << where << ": expected " << expected << ", got " << actual << "\n  in "
                                        << case_;
   };
+  const auto matches = [&](const Tolerance& allowed, double wanted, double actual) {
+    return spoiled_ && std::isnan(wanted) ? std::isnan(actual) : allowed.admits(wanted, actual);
+  };
   const std::optional<KvCache> kv = cache_ ? std::optional(cache_->host()) : std::nullopt;
   const RaggedKv ragged = ragged_k_ ? RaggedKv{ragged_k_->host(), ragged_v_->host(), kv_indptr_} : RaggedKv{};
   const ReferenceCall reference{.q = q_.host(),
@@ -294,7 +304,7 @@ testing::AssertionResult Problem::check() {
     for (std::int32_t head = 0; head < heads; ++head) {
       const auto lse = static_cast<double>(lse_.host()[static_cast<std::size_t>(row * heads + head)]);
       for (std::int64_t d = 0; d < out_.dim(); ++d) {
-        if (std::isnan(out_.at(row, head, d))) {
+        if (!spoiled_ && std::isnan(out_.at(row, head, d))) {
           return failure(place(row, head) + ", element " + std::to_string(d), 0.0, std::nan(""));
         }
       }
@@ -302,15 +312,16 @@ testing::AssertionResult Problem::check() {
       const double expected_lse = reference_row(reference, row, head, expected);
       for (std::int64_t d = 0; d < out_.dim(); ++d) {
         const auto actual = static_cast<double>(out_.at(row, head, d));
-        if (!tolerance.admits(expected[static_cast<std::size_t>(d)], actual)) {
+        if (!matches(tolerance, expected[static_cast<std::size_t>(d)], actual)) {
           return failure(place(row, head) + ", element " + std::to_string(d), expected[static_cast<std::size_t>(d)],
                          actual);
         }
       }
-      if (case_.lse && !lse_tolerance.admits(expected_lse, lse)) {
+      if (case_.lse && !matches(lse_tolerance, expected_lse, lse)) {
         return failure(place(row, head) + ", lse", expected_lse, lse);
       }
-      if (!case_.lse && !std::isnan(lse)) return failure(place(row, head) + ", lse not asked for", std::nan(""), lse);
+      if (!case_.lse && !spoiled_ && !std::isnan(lse))
+        return failure(place(row, head) + ", lse not asked for", std::nan(""), lse);
     }
   }
   return out_.gaps_untouched();
@@ -324,6 +335,26 @@ bool Problem::grow(FlashInferWorkspace& workspace, std::int32_t max_tokens) {
 
 bool Problem::grow_each(FlashInferWorkspace& workspace, std::int32_t tokens) {
   return grow_by(workspace, std::vector<std::int32_t>(case_.kv_lens.size(), tokens));
+}
+
+void Problem::spoil(bool key, std::int32_t request, std::int32_t token, std::int32_t kv_head, std::int32_t d,
+                    float value) {
+  spoiled_ = true;
+  if (case_.op == Op::kRagged) {
+    TestTensor& tensor = key ? *ragged_k_ : *ragged_v_;
+    tensor.set(kv_indptr_[static_cast<std::size_t>(request)] + token, kv_head, d, value);
+    tensor.upload();
+    return;
+  }
+  const std::int32_t entry = table_.indptr()[static_cast<std::size_t>(request)] + token / case_.page_size;
+  cache_->set(key, table_.indices()[static_cast<std::size_t>(entry)], token % case_.page_size, kv_head, d, value);
+  cache_->upload();
+}
+
+void Problem::spoil_query(std::int64_t row, std::int32_t qo_head, std::int32_t d, float value) {
+  spoiled_ = true;
+  q_.set(row, qo_head, d, value);
+  q_.upload();
 }
 
 void Problem::set_table(PageTable table) {

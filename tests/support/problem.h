@@ -70,6 +70,11 @@ class Problem {
 
   /// As grow(), with the same number of tokens for every request.
   bool grow_each(FlashInferWorkspace& workspace, std::int32_t tokens);
+  /// Stores `value`, which may be NaN or infinite, as one element of a token's key (`key`) or value, scales aside, or
+  /// of a query. The outputs are then poisoned with a finite value, and check() wants NaN exactly where the reference
+  /// has it.
+  void spoil(bool key, std::int32_t request, std::int32_t token, std::int32_t kv_head, std::int32_t d, float value);
+  void spoil_query(std::int64_t row, std::int32_t qo_head, std::int32_t d, float value);
   /// Replaces the page table by another over the same cache, for as many requests; of cases without a mask.
   void set_table(PageTable table);
 
@@ -99,6 +104,7 @@ class Problem {
 
   int device_;
   Case case_;
+  bool spoiled_ = false;
   Rng rng_;
   std::vector<std::int32_t> qo_indptr_;
   std::vector<std::int32_t> kv_indptr_;

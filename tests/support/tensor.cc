@@ -31,6 +31,15 @@ void TestTensor::fill_normal(Rng& rng, float deviation) {
   upload();
 }
 
+void TestTensor::fill(float value) {
+  for (std::int64_t r = 0; r < rows_; ++r) {
+    for (std::int64_t h = 0; h < heads_; ++h) {
+      for (std::int64_t d = 0; d < dim_; ++d) set(r, h, d, value);
+    }
+  }
+  upload();
+}
+
 void TestTensor::poison() {
   fill_nan(bytes_.host().data(), dtype_, static_cast<std::int64_t>(bytes_.host().size() / size_of(dtype_)));
   upload();

@@ -22,6 +22,8 @@ class TestTensor {
   /// Normal values of this deviation, rounded to the dtype, on host and device.
   void fill_normal(Rng& rng, float deviation = 1.0F);
   void poison();
+  /// Sets every element, not the gaps, on host and device.
+  void fill(float value);
   void upload() { bytes_.upload(); }
   void download() { bytes_.download(); }
   /// The device's copy of this tensor becomes the host copy of `other`, which has the same geometry.

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <new>
 #include <numeric>
 #include <string>
@@ -273,6 +274,25 @@ TEST(Plan, VerifyWindowIsUniform) {
   const ScheduleShape two = shape_schedule(KernelFamily::kTensorTile, DeviceProps::h200(), window, graph);
   EXPECT_EQ(two.tile_rows, 128);
   EXPECT_EQ(two.partial_rows, two.padded_items / 2 * 32);
+}
+
+// The last page of 2^31 - 1 tokens ends past what 32 bits count, and so does that limit as a chunk, in whole pages.
+TEST(Plan, LongestRequestAndLongestChunk) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  WorkLoad work = heads(8, 1);
+  for (const std::int32_t page_size : {1, 16, 4096, 1 << 30}) {
+    work.page_size = page_size;
+    const std::vector<std::int32_t> pages(3, kMost / page_size + (kMost % page_size != 0 ? 1 : 0));
+    work.kv_pages = pages;
+    for (const KernelFamily family : {KernelFamily::kCpuStream, KernelFamily::kCpuTile, KernelFamily::kTensorTile}) {
+      for (const SplitPolicy& policy : {SplitPolicy{.allow_split = false}, SplitPolicy{.fixed_chunk_tokens = kMost}}) {
+        const Planned plan(family, DeviceProps::cpu(2), work, policy);
+        EXPECT_EQ(plan.shape.items, 3) << "page size " << page_size;
+        EXPECT_EQ(plan.shape.kv_chunk_tokens, kMost) << "page size " << page_size;
+        EXPECT_EQ(to_vector(plan.requests()), (std::vector{0, 1, 2})) << "page size " << page_size;
+      }
+    }
+  }
 }
 
 TEST(Plan, OverflowNamesWhatOverflowed) {
