@@ -29,8 +29,10 @@
 // Rules that hold for every function, unless it says otherwise:
 //
 // Errors: a call that can fail returns `fiw_status` and takes a last `fiw_error*`, which may be null. All arguments are
-// validated before any work: a call that fails for a bad argument has changed nothing, and the workspace stays usable.
-// When a call fails, its out parameters hold null (handles) or are untouched (structs, arrays).
+// validated before any work, planning included: a call that fails for a bad argument has changed nothing, caches,
+// scratch and counters included, and the workspace stays usable. When a call fails, its out parameters hold null
+// (handles) or are untouched (structs, arrays). A handle is judged first (null, then closed, then busy), and only then
+// the other arguments.
 //
 // Ownership: `*_create`, `*_from_*`, `*_copy` and `fiw_plan_*` hand out an owned handle through `out`; the caller gives
 // it to the matching `*_free`, which accepts null. What is passed in is borrowed for the call: option structs and index
@@ -376,13 +378,15 @@ FIW_API fiw_status fiw_page_table_from_csr(int32_t page_size, int64_t num_pages,
                                            const DLTensor* kv_lens, fiw_page_table** out, fiw_error* err);
 
 /// From each request's list of pages, one after the other: `pages` [sum of page_counts], `page_counts` [batch],
-/// `kv_lens` [batch] tokens. Each list must hold exactly ceil(kv_len / page_size) pages.
+/// `kv_lens` [batch] tokens. Request i uses the first ceil(kv_lens[i] / page_size) pages of its list; more are ignored
+/// (pages reserved ahead), fewer are an error.
 FIW_API fiw_status fiw_page_table_from_pages(int32_t page_size, int64_t num_pages, const DLTensor* pages,
                                              const DLTensor* page_counts, const DLTensor* kv_lens, fiw_page_table** out,
                                              fiw_error* err);
 
 /// From the padded form that other engines hold: `blocks` int32 [batch, max_pages], any row stride, and `kv_lens`
-/// [batch] tokens. Row i uses its first ceil(kv_lens[i] / page_size) entries; the rest is not read.
+/// [batch] tokens. Row i uses its first ceil(kv_lens[i] / page_size) entries; the rest is not read, whatever lies
+/// there.
 FIW_API fiw_status fiw_page_table_from_block_table(int32_t page_size, int64_t num_pages, const DLTensor* blocks,
                                                    const DLTensor* kv_lens, fiw_page_table** out, fiw_error* err);
 
@@ -439,7 +443,8 @@ typedef enum fiw_kv_layout {
 /// Either `k` and `v` (rank 4, alike but for head_dim), or `kv` (rank 5, [num_pages, 2, ...]: each page holds its K and
 /// then its V) with `k` and `v` null. fp8 caches store value / scale, and attention multiplies the scale back. A
 /// per-head scale, float32 [num_kv_heads] on the workspace's device, multiplies the per-tensor one; null: none. Slots
-/// past a request's length may hold anything, NaN too: they never reach a result.
+/// past a request's length may hold anything, NaN too: they never reach a result. Attention reads through any strides
+/// of at least head_dim: slots may share memory, and V may lie in K. fiw_append_kv writes, and refuses such a cache.
 typedef struct fiw_kv_cache {
   size_t struct_size;
   const DLTensor* k;
@@ -473,8 +478,8 @@ typedef struct fiw_attention_extras {
 FIW_API void fiw_attention_extras_init(fiw_attention_extras* extras, size_t struct_size);
 
 /// One query token for each request of the table: q [batch, num_qo_heads, head_dim_qk], out [batch, num_qo_heads,
-/// head_dim_vo] of q's type and not overlapping q, `lse` float32 [batch, num_qo_heads] compact or null, `extras` or
-/// null.
+/// head_dim_vo] of q's type, `lse` float32 [batch, num_qo_heads] compact or null, `extras` or null. Out and lse share
+/// no memory with each other or with anything that is read, and no two elements of out share theirs.
 ///
 /// Finds the plan in the workspace's cache or makes it. Errors: FIW_INVALID_ARGUMENT naming the argument;
 /// FIW_UNSUPPORTED; FIW_CLOSED; FIW_BUSY; FIW_WORKSPACE_TOO_SMALL; FIW_OUT_OF_MEMORY. The same holds for the calls that
@@ -506,13 +511,15 @@ FIW_API fiw_status fiw_ragged_prefill(fiw_workspace* ws, const DLTensor* q, cons
 /// Writes new tokens into the cache: rows append_indptr[r] .. append_indptr[r+1) of k and v become the last tokens of
 /// request r, whose `table` entry already counts them. Converts to the cache's type, dividing by its scales, rounding
 /// to nearest even and saturating (fp8, float16). A page that two requests share must not be appended to through both.
+/// No two slots of the cache may share memory, of K, of V or of one each, nor may k and v lie in it; K and V may
+/// interleave.
 FIW_API fiw_status fiw_append_kv(fiw_workspace* ws, const DLTensor* k, const DLTensor* v, const DLTensor* append_indptr,
                                  const fiw_kv_cache* kv, const fiw_page_table* table, void* stream, fiw_error* err);
 
 /// Combines attention over disjoint sets of keys into attention over their union. `part_outs` and `part_lses` are
 /// arrays of `num_parts` (>= 1) tensors: outs [rows, num_qo_heads, head_dim_vo] and float32 lses [rows, num_qo_heads].
-/// All parts and `out` have equal shapes and types; `out` may be one of the parts. Parts with lse -inf carry no weight.
-/// `lse` may be null.
+/// All parts and `out` have equal shapes and types; `out` and `lse` may be those of a part, and otherwise share no
+/// memory with any. Parts with lse -inf carry no weight. `lse` may be null.
 FIW_API fiw_status fiw_merge_states(fiw_workspace* ws, const DLTensor* const* part_outs,
                                     const DLTensor* const* part_lses, int32_t num_parts, const DLTensor* out,
                                     const DLTensor* lse, void* stream, fiw_error* err);

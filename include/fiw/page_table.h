@@ -50,7 +50,7 @@ class PageTable {
   static PageTable from_pages(std::int32_t page_size, std::int64_t num_pages,
                               std::span<const std::vector<std::int32_t>> pages, std::span<const std::int32_t> kv_lens);
 
-  /// From a padded block table; padding is not read.
+  /// From a padded block table of batch * max_pages entries; those past a request's pages are not read.
   static PageTable from_block_table(const BlockTable& table, std::int64_t num_pages);
 
   /// The padded form, `max_pages` columns (0: as many as the longest request needs), padded with `pad`.

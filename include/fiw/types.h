@@ -11,7 +11,7 @@ namespace fiw {
 /// Element types of queries, outputs and KV caches. fp8 types are the OCP "fn" (e4m3, no infinities) and e5m2 forms.
 enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
-/// Bytes of one element.
+/// Bytes of one element; 0 for a value that DType does not name.
 constexpr std::size_t size_of(DType dtype) noexcept {
   switch (dtype) {
     case DType::kFloat32:
@@ -28,6 +28,9 @@ constexpr std::size_t size_of(DType dtype) noexcept {
 
 /// "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2".
 std::string_view to_string(DType dtype) noexcept;
+
+/// True for the values that DType names: a cast can make others, which every call refuses.
+constexpr bool is_dtype(DType dtype) noexcept { return size_of(dtype) != 0; }
 
 /// True for the two fp8 types, which are legal for KV caches only.
 constexpr bool is_fp8(DType dtype) noexcept { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }

@@ -124,12 +124,14 @@ class AttentionStep {
  public:
   AttentionStep() = default;
 
-  /// q [total_q, num_qo_heads, head_dim_qk], out [total_q, num_qo_heads, head_dim_vo] of the same dtype and not
-  /// overlapping q, lse float32 [total_q, num_qo_heads] or null. On the CPU the result is there on return; on CUDA it
-  /// is enqueued.
+  /// q [total_q, num_qo_heads, head_dim_qk], out [total_q, num_qo_heads, head_dim_vo] of the same dtype, lse float32
+  /// [total_q, num_qo_heads] or null. Out and lse share no memory with each other or with anything that is read, and no
+  /// two elements of out share theirs. On the CPU the result is there on return; on CUDA it is enqueued.
   void run(const ConstTensor& q, const KvCache& kv, const Tensor& out, float* lse = nullptr,
            const AttentionExtras& extras = {}, Stream stream = nullptr) const;
 
+  /// Throws kClosed or kBusy, as `run` would now: for bindings that have arguments of their own to check after that.
+  void check_ready() const;
   const PageTable& page_table() const noexcept { return table_; }
   PlanInfo info() const;
 
@@ -152,7 +154,8 @@ class VerifyStep final : public AttentionStep {};
 ///
 /// One thread at a time: a second thread in a call gets kBusy and changes nothing. Workspaces share no mutable state,
 /// so each may have its own thread. Results of the calls are ordered by the caller's stream on CUDA and complete on
-/// return on the CPU. Every call validates all its arguments before any work.
+/// return on the CPU. Every call validates all its arguments before any work, planning included: one that is refused
+/// for an argument leaves caches, scratch and counters as they were.
 class FlashInferWorkspace {
  public:
   /// A workspace on CUDA device `device_index`, or on the CPU (-1). Null when that backend is not compiled in. Throws
@@ -170,6 +173,8 @@ class FlashInferWorkspace {
   /// Frees everything once the work that uses it is done. A second call does nothing.
   void close() noexcept;
   bool closed() const noexcept;
+  /// Throws kClosed or kBusy, as a call would now: for bindings that have arguments of their own to check after that.
+  void check_ready() const;
 
   /// Drops decode plans and prefill gathers; the verify plan stays. No-ops on a closed workspace; kBusy if a call is
   /// running.
@@ -208,13 +213,14 @@ class FlashInferWorkspace {
 
   /// Writes new tokens into the cache: rows append_indptr[r] .. append_indptr[r+1) of k and v become the last tokens of
   /// request r, whose `table` entry already counts them. Converts to the cache's dtype, dividing by its scales and
-  /// saturating (fp8, fp16). A page that two requests share must not be appended to through both.
+  /// saturating (fp8, fp16). A page that two requests share must not be appended to through both. No two slots of the
+  /// cache may share memory, of K, of V or of one each, nor may k and v lie in it; K and V may interleave.
   void append_kv(const ConstTensor& k, const ConstTensor& v, std::span<const std::int32_t> append_indptr,
                  const KvCache& kv, const PageTable& table, Stream stream = nullptr);
 
   /// Combines attention over disjoint sets of keys into attention over their union. All parts and `out` have equal
-  /// shapes and dtypes; `out` may be one of the parts. Any number of parts (>= 1); empty ones (lse = -inf) carry no
-  /// weight.
+  /// shapes and dtypes; `out` and `lse` may be those of a part, and otherwise share no memory with any. Any number of
+  /// parts (>= 1); empty ones (lse = -inf) carry no weight.
   void merge_states(std::span<const PartialState> parts, const Tensor& out, float* lse = nullptr,
                     Stream stream = nullptr);
 

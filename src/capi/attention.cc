@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "capi/convert.h"
+#include "core/support.h"
 
 namespace {
 
@@ -169,6 +170,9 @@ fiw_status fiw_pack_mask(const DLTensor* booleans, const DLTensor* qo_lens, cons
     if (indptr_out.size() != indptr.size()) {
       fiw::fail(Reason::kTensorShape, "mask_indptr: shape [{}], expected [{}]", indptr_out.size(), indptr.size());
     }
+    fiw::support::check_apart(
+        {"mask_indptr", indptr_out.data(), sizeof(std::int32_t), static_cast<std::int64_t>(indptr_out.size())},
+        {"mask", packed_out.data(), 1, static_cast<std::int64_t>(packed_out.size())});
     std::ranges::copy(packed, packed_out.begin());
     std::ranges::copy(indptr, indptr_out.begin());
   });
@@ -176,16 +180,14 @@ fiw_status fiw_pack_mask(const DLTensor* booleans, const DLTensor* qo_lens, cons
 
 fiw_status fiw_plan_decode(fiw_workspace* ws, const fiw_page_table* table, const fiw_step_spec* spec, fiw_step** out,
                            fiw_error* err) {
-  return capi::hand_out(out, err, [&] {
-    FlashInferWorkspace& workspace = capi::open_workspace(ws);
+  return capi::hand_out(ws, out, err, [&](FlashInferWorkspace& workspace) {
     return make_handle(workspace.plan_decode(capi::page_table(table), capi::step_spec(spec)));
   });
 }
 
 fiw_status fiw_plan_prefill(fiw_workspace* ws, const DLTensor* qo_indptr, const fiw_page_table* table,
                             const fiw_step_spec* spec, fiw_step** out, fiw_error* err) {
-  return capi::hand_out(out, err, [&] {
-    FlashInferWorkspace& workspace = capi::open_workspace(ws);
+  return capi::hand_out(ws, out, err, [&](FlashInferWorkspace& workspace) {
     const auto rows = capi::host_indices("qo_indptr", qo_indptr);
     return make_handle(workspace.plan_prefill(rows, capi::page_table(table), capi::step_spec(spec)));
   });
@@ -193,8 +195,7 @@ fiw_status fiw_plan_prefill(fiw_workspace* ws, const DLTensor* qo_indptr, const 
 
 fiw_status fiw_plan_verify(fiw_workspace* ws, int32_t window, const fiw_page_table* table, const fiw_step_spec* spec,
                            fiw_step** out, fiw_error* err) {
-  return capi::hand_out(out, err, [&] {
-    FlashInferWorkspace& workspace = capi::open_workspace(ws);
+  return capi::hand_out(ws, out, err, [&](FlashInferWorkspace& workspace) {
     return make_handle(workspace.plan_verify(window, capi::page_table(table), capi::step_spec(spec)));
   });
 }
@@ -203,6 +204,7 @@ fiw_status fiw_step_run(const fiw_step* step, const DLTensor* q, const fiw_kv_ca
                         const DLTensor* lse, const fiw_attention_extras* extras, void* stream, fiw_error* err) {
   return capi::guard(err, [&] {
     const fiw::AttentionStep& planned = capi::require(step, "step").step;
+    planned.check_ready();
     const PagedCall call = paged_call(q, kv, planned.page_table().batch(), out, lse, extras);
     planned.run(call.q, call.kv, call.out, call.lse, call.extras, stream);
   });

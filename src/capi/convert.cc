@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <limits>
 
 namespace fiw::capi {
@@ -21,11 +22,15 @@ bool is(DLDataType dtype, int code, int bits) { return dtype.code == code && dty
        int{dtype.bits}, int{dtype.lanes}, expected);
 }
 
-int device_index(const char* name, DLDevice device) {
-  if (device.device_type == kDLCPU) return kCpuDevice;
-  if (device.device_type == kDLCUDA && device.device_id >= 0) return device.device_id;
-  fail(Reason::kTensorDevice, "{}: device {{type {}, id {}}}, expected kDLCPU or {{kDLCUDA, id >= 0}}", name,
-       static_cast<int>(device.device_type), device.device_id);
+int device_index(const char* name, const DLDevice& device) {
+  // The caller may have put any number there, and an enumeration must not hold one that it does not name.
+  std::int32_t type = 0;
+  static_assert(sizeof(type) == sizeof(device.device_type));
+  std::memcpy(&type, &device.device_type, sizeof(type));
+  if (type == kDLCPU) return kCpuDevice;
+  if (type == kDLCUDA && device.device_id >= 0) return device.device_id;
+  fail(Reason::kTensorDevice, "{}: device {{type {}, id {}}}, expected kDLCPU or {{kDLCUDA, id >= 0}}", name, type,
+       device.device_id);
 }
 
 void check_on_host(const char* name, int device) {
@@ -257,7 +262,7 @@ const FlashInferWorkspace& any_workspace(const fiw_workspace* ws) {
 
 FlashInferWorkspace& open_workspace(fiw_workspace* ws) {
   FlashInferWorkspace& workspace = any_workspace(ws);
-  if (workspace.closed()) throw Error(Status::kClosed, Reason::kClosedWorkspace, "ws is closed");
+  workspace.check_ready();
   return workspace;
 }
 

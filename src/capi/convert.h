@@ -39,6 +39,11 @@ Struct& require_struct(Struct* pointer, const char* name) {
   return object;
 }
 
+FlashInferWorkspace& any_workspace(fiw_workspace* ws);
+const FlashInferWorkspace& any_workspace(const fiw_workspace* ws);
+/// A workspace that is neither closed nor busy: said before any other argument is judged.
+FlashInferWorkspace& open_workspace(fiw_workspace* ws);
+
 /// Runs `make` and hands its result out; null on failure.
 template <class Handle, class Make>
 fiw_status hand_out(Handle** out, fiw_error* err, const Make& make) noexcept {
@@ -49,10 +54,17 @@ fiw_status hand_out(Handle** out, fiw_error* err, const Make& make) noexcept {
   });
 }
 
-FlashInferWorkspace& any_workspace(fiw_workspace* ws);
-const FlashInferWorkspace& any_workspace(const fiw_workspace* ws);
-/// A workspace that is not closed: said before any other argument is judged.
-FlashInferWorkspace& open_workspace(fiw_workspace* ws);
+/// As above for what a workspace makes.
+template <class Handle, class Make>
+fiw_status hand_out(fiw_workspace* ws, Handle** out, fiw_error* err, const Make& make) noexcept {
+  if (out != nullptr) *out = nullptr;
+  return guard(err, [&] {
+    FlashInferWorkspace& workspace = open_workspace(ws);
+    Handle*& place = require(out, "out");
+    place = make(workspace);
+  });
+}
+
 const PageTable& page_table(const fiw_page_table* table);
 
 DType element_type(const char* name, DLDataType dtype);

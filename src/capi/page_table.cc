@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "capi/convert.h"
+#include "core/support.h"
 
 namespace {
 
@@ -77,16 +78,16 @@ fiw_status fiw_page_table_from_block_table(int32_t page_size, int64_t num_pages,
     if (static_cast<std::int64_t>(lengths.size()) != rows.rows) {
       fiw::fail(Reason::kBatch, "kv_lens has {} entries, expected {}, the rows of blocks", lengths.size(), rows.rows);
     }
-    fiw::BlockTable table;
-    table.page_size = page_size;
-    table.max_pages = static_cast<std::int32_t>(rows.columns);
-    table.kv_lens.assign(lengths.begin(), lengths.end());
-    table.blocks.reserve(static_cast<std::size_t>(rows.rows * rows.columns));
-    for (std::int64_t r = 0; rows.columns > 0 && r < rows.rows; ++r) {
-      const std::int32_t* row = rows.data + r * rows.row_stride;
-      table.blocks.insert(table.blocks.end(), row, row + rows.columns);
+    // Only the entries that a request uses are read: what lies behind them need not even exist.
+    std::vector<std::vector<std::int32_t>> lists(lengths.size());
+    for (std::size_t r = 0; page_size > 0 && r < lists.size(); ++r) {
+      const std::int64_t needed = (std::int64_t{std::max(lengths[r], 0)} + page_size - 1) / page_size;
+      const std::int64_t used = std::min(needed, rows.columns);
+      if (used == 0) continue;
+      const std::int32_t* row = rows.data + static_cast<std::int64_t>(r) * rows.row_stride;
+      lists[r].assign(row, row + used);
     }
-    return make_handle(PageTable::from_block_table(table, num_pages));
+    return make_handle(PageTable::from_pages(page_size, num_pages, lists, lengths));
   });
 }
 
@@ -105,6 +106,10 @@ fiw_status fiw_page_table_to_block_table(const fiw_page_table* table, int32_t pa
     if (kv_lens != nullptr && static_cast<std::int64_t>(lengths.size()) != from.batch()) {
       fiw::fail(Reason::kTensorShape, "kv_lens: shape [{}], expected [{}]", lengths.size(), from.batch());
     }
+    const fiw::Region written{
+        "blocks", rows.data, sizeof(std::int32_t), rows.columns, {{"row", rows.rows, rows.row_stride}}};
+    fiw::support::check_apart(
+        {"kv_lens", lengths.data(), sizeof(std::int32_t), static_cast<std::int64_t>(lengths.size())}, written);
     const fiw::BlockTable padded = from.to_block_table(static_cast<std::int32_t>(rows.columns), pad);
     for (std::int64_t r = 0; rows.columns > 0 && r < rows.rows; ++r) {
       std::copy_n(padded.blocks.data() + r * rows.columns, rows.columns, rows.data + r * rows.row_stride);

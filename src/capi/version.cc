@@ -1,5 +1,7 @@
 // Version, ABI check, and the numbers that C and C++ must share.
 #include <array>
+#include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "capi/guard.h"
@@ -104,8 +106,11 @@ const char* fiw_version(void) {
 
 int32_t fiw_abi_version(void) { return FIW_ABI_VERSION; }
 
-// The names are literals, so their data is terminated.
-const char* fiw_status_name(fiw_status status) { return fiw::to_string(static_cast<Status>(status)).data(); }
+const char* fiw_status_name(fiw_status status) {
+  std::int32_t code = 0;  // any number may come, and an enumeration must not hold one that it does not name
+  std::memcpy(&code, &status, sizeof(code));
+  return fiw::to_string(Status{code}).data();  // the names are literals, so their data is terminated
+}
 
 fiw_status fiw_check_abi(int32_t expected, fiw_error* err) {
   return fiw::capi::guard(err, [&] {

@@ -68,14 +68,6 @@ fiw::DeviceKind to_kind(int32_t kind) {
 
 fiw::DeviceProps to_props(const fiw_device_props* device) {
   const fiw_device_props& given = capi::require_struct(device, "device");
-  const auto at_least = [](const char* name, int32_t value, int32_t least) {
-    if (value < least) fiw::fail(Reason::kOptions, "device.{} is {}, expected at least {}", name, value, least);
-  };
-  at_least("num_workers", given.num_workers, 1);
-  at_least("compute_capability", given.compute_capability, 0);
-  at_least("max_shared_bytes", given.max_shared_bytes, 0);
-  at_least("decode_blocks_per_sm", given.decode_blocks_per_sm, 1);
-  at_least("tile_blocks_per_sm", given.tile_blocks_per_sm, 1);
   return {.kind = to_kind(given.kind),
           .num_workers = given.num_workers,
           .compute_capability = given.compute_capability,
@@ -181,9 +173,8 @@ fiw_status fiw_required_workspace(const fiw_device_props* device, const fiw_work
 
 fiw_status fiw_workspace_get_stats(const fiw_workspace* ws, fiw_workspace_stats* stats, fiw_error* err) {
   return capi::guard(err, [&] {
-    const FlashInferWorkspace& workspace = capi::any_workspace(ws);
+    const fiw::WorkspaceStats now = capi::any_workspace(ws).stats();
     fiw_workspace_stats& out = capi::require_struct(stats, "stats");
-    const fiw::WorkspaceStats now = workspace.stats();
     out.decode = to_c(now.decode);
     out.prefill = to_c(now.prefill);
     out.verify = to_c(now.verify);

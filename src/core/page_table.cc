@@ -40,6 +40,10 @@ void check_page_size(std::int32_t page_size) {
   if (page_size < 1) fail(Reason::kPageSize, "page_size is {}, expected at least 1", page_size);
 }
 
+void check_num_pages(std::int64_t num_pages) {
+  if (num_pages < 0) fail(Reason::kTableSize, "num_pages is {}, expected at least 0", num_pages);
+}
+
 void check_index(std::int64_t request, std::int32_t page, std::int64_t num_pages) {
   if (page < 0 || page >= num_pages) {
     fail_at(request, Reason::kPageIndex, "request {} uses page {}, expected 0 <= page < num_pages = {}", request, page,
@@ -91,7 +95,7 @@ PageTable PageTable::from_csr(std::int32_t page_size, std::int64_t num_pages, st
                               std::span<const std::int32_t> indices, std::span<const std::int32_t> last_page_len,
                               std::span<const std::int32_t> kv_lens) {
   check_page_size(page_size);
-  if (num_pages < 0) fail(Reason::kTableSize, "num_pages is {}, expected at least 0", num_pages);
+  check_num_pages(num_pages);
   const std::size_t batch = last_page_len.size();
   if (indptr.size() != batch + 1) {
     fail(Reason::kIndptrLength, "indptr has {} entries, expected batch + 1 = {} (last_page_len has {})", indptr.size(),
@@ -147,6 +151,7 @@ template <class PagesOf>
 std::shared_ptr<PageTableData> from_lengths(std::int32_t page_size, std::int64_t num_pages,
                                             std::span<const std::int32_t> kv_lens, const PagesOf& pages_of) {
   check_page_size(page_size);
+  check_num_pages(num_pages);
   auto data = std::make_shared<PageTableData>();
   data->page_size = page_size;
   data->num_pages = num_pages;

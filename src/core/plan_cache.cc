@@ -29,7 +29,6 @@ std::shared_ptr<detail::Plan> PlanCache::find(const PlanKeyView& key) noexcept {
     ++stats_.hits;
     return entry.plan;
   }
-  ++stats_.misses;
   return nullptr;
 }
 
@@ -41,6 +40,7 @@ std::shared_ptr<detail::Plan> PlanCache::blank() {
 }
 
 void PlanCache::insert(std::shared_ptr<detail::Plan> plan) {
+  ++stats_.misses;
   if (entries_.capacity() < max_entries_) {
     entries_.reserve(max_entries_);
     spares_.reserve(max_entries_ + 1);

@@ -65,11 +65,12 @@ class PlanCache {
  public:
   explicit PlanCache(std::int32_t max_entries) : max_entries_(static_cast<std::size_t>(max_entries)) {}
 
-  /// The plan with this key, or null. Counts a hit or a miss.
+  /// The plan with this key, or null. Counts a hit.
   std::shared_ptr<detail::Plan> find(const PlanKeyView& key) noexcept;
   /// An unused plan object whose buffers may be reused; not in the cache.
   std::shared_ptr<detail::Plan> blank();
-  /// Enters a finished plan, dropping the least recently used one if the cache is full.
+  /// Enters a finished plan, dropping the least recently used one if the cache is full. Counts a miss, so that one
+  /// whose plan could not be made leaves no trace.
   void insert(std::shared_ptr<detail::Plan> plan);
   /// Drops every plan.
   void invalidate() noexcept;

@@ -68,7 +68,9 @@ class Sizing {
 
 std::size_t FlashInferWorkspace::required_workspace(const DeviceProps& device, const WorkspaceLimits& limits,
                                                     const PlanOptions& options) {
+  support::check_device(device);
   support::check_limits(limits);
+  support::check_plan_options(options);
   if (limits.max_batch == 0) return 0;
   const StepSpec spec = support::resolve(StepSpec{.params = limits.params, .kv_dtype = limits.kv_dtype});
   const Sizing sizing(device, limits, options);

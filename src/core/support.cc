@@ -1,7 +1,9 @@
 // See support.h.
 #include "core/support.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/fail.h"
 
@@ -29,6 +31,25 @@ void check_cache_scale(const char* name, float scale) {
   }
 }
 
+std::string dtype_name(DType dtype) {
+  return is_dtype(dtype) ? std::string(to_string(dtype)) : fmt::format("DType({})", static_cast<int>(dtype));
+}
+
+void check_is_dtype(const char* name, DType dtype, const char* expected) {
+  if (!is_dtype(dtype)) fail(Reason::kTensorDType, "{} is {}, expected {}", name, dtype_name(dtype), expected);
+}
+
+constexpr const char* kWideTypes = "float32, float16 or bfloat16";
+constexpr const char* kAllTypes = "float32, float16, bfloat16, float8_e4m3 or float8_e5m2";
+
+/// One of the types that queries, outputs and new tokens may have.
+void check_is_wide(const char* name, DType dtype) {
+  check_is_dtype(name, dtype, kWideTypes);
+  if (is_fp8(dtype)) {
+    unsupported(Reason::kDTypeCombination, "{} is {}, expected {}", name, to_string(dtype), kWideTypes);
+  }
+}
+
 std::string device_name(int device) { return device == kCpuDevice ? "the CPU" : fmt::format("CUDA device {}", device); }
 
 void check_device(const char* name, int device, int expected) {
@@ -46,20 +67,6 @@ void check_pointer(const char* name, const void* data, std::size_t alignment) {
   }
 }
 
-/// The largest element offset `sum (extent - 1) * stride` plus one row of `dim`, in bytes, must fit int64.
-void check_extent(const char* name, std::initializer_list<std::pair<std::int64_t, std::int64_t>> axes, std::int64_t dim,
-                  DType dtype) {
-  std::int64_t last = dim;
-  bool overflow = false;
-  for (const auto& [extent, stride] : axes) {
-    std::int64_t reach = 0;
-    overflow |= __builtin_mul_overflow(std::max<std::int64_t>(extent - 1, 0), stride, &reach);
-    overflow |= __builtin_add_overflow(last, reach, &last);
-  }
-  overflow |= __builtin_mul_overflow(last, static_cast<std::int64_t>(size_of(dtype)), &last);
-  if (overflow) fail(Reason::kSizeOverflow, "{}: its extents and strides reach past what int64 holds", name);
-}
-
 void check_stride(const char* name, const char* axis, std::int64_t stride, std::int64_t least, std::int64_t extent) {
   if (extent > 1 && stride < least) {
     fail(Reason::kTensorStride, "{}: the stride of its {} axis is {} elements, expected at least {}", name, axis,
@@ -69,12 +76,19 @@ void check_stride(const char* name, const char* axis, std::int64_t stride, std::
 
 void check_dtype(const char* name, DType dtype, DType expected) {
   if (dtype != expected) {
-    fail(Reason::kTensorDType, "{} is {}, expected {}", name, to_string(dtype), to_string(expected));
+    fail(Reason::kTensorDType, "{} is {}, expected {}", name, dtype_name(dtype), to_string(expected));
   }
 }
 
 void check_axis(const char* name, const char* axis, std::int64_t value, std::int64_t expected) {
   if (value != expected) fail(Reason::kTensorShape, "{} has {} {}, expected {}", name, value, axis, expected);
+}
+
+template <class T>
+void check_array_of(const char* name, const T* data, std::int64_t count, Regions& regions) {
+  if (data == nullptr) return;
+  check_pointer(name, data, alignof(T));
+  regions.add(name, data, sizeof(T), count);
 }
 
 }  // namespace
@@ -101,23 +115,19 @@ AttentionParams resolve(const AttentionParams& params, bool custom_mask) {
 StepSpec resolve(const StepSpec& spec) {
   StepSpec resolved = spec;
   resolved.params = resolve(spec.params, spec.custom_mask);
-  if (is_fp8(spec.q_dtype)) {
-    unsupported(Reason::kDTypeCombination, "q_dtype is {}, expected float32, float16 or bfloat16",
-                to_string(spec.q_dtype));
-  }
+  check_is_wide("q_dtype", spec.q_dtype);
+  check_is_dtype("kv_dtype", spec.kv_dtype, kAllTypes);
   return resolved;
 }
 
 void check_options(const WorkspaceOptions& options) {
-  if (options.num_threads < 0 || options.num_threads > 4096) {
-    fail(Reason::kOptions, "num_threads is {}, expected 0..4096 (0: OpenMP's default)", options.num_threads);
+  if (options.num_threads < 0 || options.num_threads > kMaxThreads) {
+    fail(Reason::kOptions, "num_threads is {}, expected 0..{} (0: OpenMP's default)", options.num_threads, kMaxThreads);
   }
   if (options.cache_entries < 1 || options.cache_entries > 1024) {
     fail(Reason::kOptions, "cache_entries is {}, expected 1..1024", options.cache_entries);
   }
-  if (options.plan.batch_invariant && options.plan.fixed_split_tokens < 1) {
-    fail(Reason::kOptions, "fixed_split_tokens is {}, expected at least 1", options.plan.fixed_split_tokens);
-  }
+  check_plan_options(options.plan);
   if ((options.allocator.allocate == nullptr) != (options.allocator.free == nullptr)) {
     fail(Reason::kOptions, "allocator sets one of its two callbacks, expected both or none");
   }
@@ -127,8 +137,32 @@ void check_options(const WorkspaceOptions& options) {
   if (options.limits) check_limits(*options.limits);
 }
 
+void check_plan_options(const PlanOptions& options) {
+  if (options.batch_invariant && options.fixed_split_tokens < 1) {
+    fail(Reason::kOptions, "fixed_split_tokens is {}, expected at least 1", options.fixed_split_tokens);
+  }
+}
+
+void check_device(const DeviceProps& device) {
+  const auto within = [](const char* name, std::int32_t value, std::int32_t least, std::int32_t most) {
+    if (value < least || value > most) {
+      fail(Reason::kOptions, "device.{} is {}, expected {}..{}", name, value, least, most);
+    }
+  };
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (device.kind != DeviceKind::kCpu && device.kind != DeviceKind::kCuda) {
+    fail(Reason::kOptions, "device.kind is {}, expected kCpu (0) or kCuda (1)", static_cast<int>(device.kind));
+  }
+  within("num_workers", device.num_workers, 1, kMaxThreads);
+  within("compute_capability", device.compute_capability, 0, kMost);
+  within("max_shared_bytes", device.max_shared_bytes, 0, kMost);
+  within("decode_blocks_per_sm", device.decode_blocks_per_sm, 1, 1024);
+  within("tile_blocks_per_sm", device.tile_blocks_per_sm, 1, 1024);
+}
+
 void check_limits(const WorkspaceLimits& limits) {
   resolve(limits.params, false);
+  check_is_dtype("limits: kv_dtype", limits.kv_dtype, kAllTypes);
   const auto at_least = [](const char* name, std::int32_t value, std::int32_t least) {
     if (value < least) fail(Reason::kOptions, "limits: {} is {}, expected at least {}", name, value, least);
   };
@@ -158,21 +192,34 @@ std::int32_t check_indptr(const char* name, std::span<const std::int32_t> indptr
 }
 
 void check_tensor(const char* name, const ConstTensor& tensor, std::int64_t rows, std::int64_t heads, std::int64_t dim,
-                  DType dtype, int device) {
+                  DType dtype, int device, Regions& regions) {
   check_device(name, tensor.device, device);
   check_axis(name, "rows", tensor.rows, rows);
   check_axis(name, "heads", tensor.heads, heads);
   check_axis(name, "elements a head", tensor.dim, dim);
   check_dtype(name, tensor.dtype, dtype);
   if (rows == 0) return;
-  check_pointer(name, tensor.data, size_of(dtype));
+  const std::size_t element = size_of(dtype);
+  check_pointer(name, tensor.data, element);
   check_stride(name, "head", tensor.head_stride, dim, heads);
   check_stride(name, "row", tensor.row_stride, dim, rows);
-  check_extent(name, {{rows, tensor.row_stride}, {heads, tensor.head_stride}}, dim, dtype);
+  regions.add(name, tensor.data, static_cast<std::int64_t>(element), dim,
+              {{"row", rows, tensor.row_stride}, {"head", heads, tensor.head_stride}});
 }
 
-void check_kv_cache(const KvCache& kv, const PageTable& table, int device) {
+void check_append_dtype(DType dtype) { check_is_wide("k", dtype); }
+
+void check_array(const char* name, const float* data, std::int64_t count, Regions& regions) {
+  check_array_of(name, data, count, regions);
+}
+
+void check_array(const char* name, const std::int32_t* data, std::int64_t count, Regions& regions) {
+  check_array_of(name, data, count, regions);
+}
+
+void check_kv_cache(const KvCache& kv, const PageTable& table, int device, Regions& slots, Regions& scales) {
   check_device("kv", kv.device, device);
+  check_is_dtype("kv", kv.dtype, kAllTypes);
   check_head_dim("kv.head_dim_qk", kv.head_dim_qk);
   check_head_dim("kv.head_dim_vo", kv.head_dim_vo);
   if (kv.num_kv_heads < 1) fail(Reason::kHeadCount, "kv.num_kv_heads is {}, expected at least 1", kv.num_kv_heads);
@@ -194,6 +241,8 @@ void check_kv_cache(const KvCache& kv, const PageTable& table, int device) {
   }
   check_cache_scale("kv.k_scale", kv.k_scale);
   check_cache_scale("kv.v_scale", kv.v_scale);
+  check_array("kv.k_head_scale", kv.k_head_scale, kv.num_kv_heads, scales);
+  check_array("kv.v_head_scale", kv.v_head_scale, kv.num_kv_heads, scales);
   if (device == kCpuDevice) {
     for (std::int32_t h = 0; h < kv.num_kv_heads; ++h) {
       if (kv.k_head_scale != nullptr) check_cache_scale("a value of kv.k_head_scale", kv.k_head_scale[h]);
@@ -202,12 +251,15 @@ void check_kv_cache(const KvCache& kv, const PageTable& table, int device) {
   }
   if (kv.num_pages == 0) return;
   const auto check_side = [&](const char* name, const void* data, const KvCache::Strides& stride, std::int32_t dim) {
-    check_pointer(name, data, size_of(kv.dtype));
+    const std::size_t element = size_of(kv.dtype);
+    check_pointer(name, data, element);
     check_stride(name, "token", stride.token, dim, kv.page_size);
     check_stride(name, "head", stride.head, dim, kv.num_kv_heads);
     check_stride(name, "page", stride.page, dim, kv.num_pages);
-    check_extent(name, {{kv.num_pages, stride.page}, {kv.page_size, stride.token}, {kv.num_kv_heads, stride.head}}, dim,
-                 kv.dtype);
+    slots.add(name, data, static_cast<std::int64_t>(element), dim,
+              {{"page", kv.num_pages, stride.page},
+               {"token", kv.page_size, stride.token},
+               {"head", kv.num_kv_heads, stride.head}});
   };
   check_side("kv.k", kv.k, kv.k_stride, kv.head_dim_qk);
   check_side("kv.v", kv.v, kv.v_stride, kv.head_dim_vo);
@@ -220,19 +272,20 @@ void check_kv_matches(const KvCache& kv, const StepSpec& spec) {
   check_axis("kv.v", "elements a head", kv.head_dim_vo, spec.params.head_dim_vo);
 }
 
-void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device) {
+void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device, Regions& regions) {
   if (is_fp8(spec.kv_dtype)) {
     unsupported(Reason::kDTypeCombination,
                 "k is {}, expected float32, float16 or bfloat16 (fp8 is for caches, with scales)",
                 to_string(spec.kv_dtype));
   }
   const std::int64_t rows = ragged.indptr.back();
-  check_tensor("k", ragged.k, rows, spec.params.num_kv_heads, spec.params.head_dim_qk, spec.kv_dtype, device);
-  check_tensor("v", ragged.v, rows, spec.params.num_kv_heads, spec.params.head_dim_vo, spec.kv_dtype, device);
+  check_tensor("k", ragged.k, rows, spec.params.num_kv_heads, spec.params.head_dim_qk, spec.kv_dtype, device, regions);
+  check_tensor("v", ragged.v, rows, spec.params.num_kv_heads, spec.params.head_dim_vo, spec.kv_dtype, device, regions);
+  check_array("kv_indptr", ragged.indptr.data(), std::ssize(ragged.indptr), regions);
 }
 
 void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
-                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device) {
+                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device, Regions& regions) {
   const auto announced = [](const char* name, const void* pointer, bool expected, Reason reason) {
     if ((pointer != nullptr) != expected) {
       fail(reason, "extras.{} is {}, the step was planned {} it", name, pointer == nullptr ? "null" : "given",
@@ -243,7 +296,12 @@ void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span
   announced("alibi_slopes", extras.alibi_slopes, spec.alibi, Reason::kAlibi);
   announced("mask", extras.mask, spec.custom_mask, Reason::kMask);
   announced("mask_indptr", extras.mask_indptr, spec.custom_mask, Reason::kMask);
-  if (!spec.custom_mask || device != kCpuDevice) return;
+  check_array("extras.sinks", extras.sinks, spec.params.num_qo_heads, regions);
+  check_array("extras.alibi_slopes", extras.alibi_slopes, spec.params.num_qo_heads, regions);
+  if (!spec.custom_mask) return;
+  check_array("extras.mask_indptr", extras.mask_indptr, std::ssize(kv_lens) + 1, regions);
+  if (device != kCpuDevice) return;  // where the host cannot tell how long the mask is
+  std::int64_t mask_bytes = 0;
   for (std::size_t r = 0; r < kv_lens.size(); ++r) {
     const std::int64_t qo_len = qo_indptr.empty() ? uniform_qo_len : qo_indptr[r + 1] - qo_indptr[r];
     const std::int64_t needed = (qo_len * kv_lens[r] + 7) / 8;
@@ -253,10 +311,13 @@ void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span
               "request {}: mask_indptr {}..{} gives {} bytes of mask, expected at least {} for {} x {} bits", r,
               extras.mask_indptr[r], extras.mask_indptr[r + 1], held, needed, qo_len, kv_lens[r]);
     }
+    mask_bytes = std::max(mask_bytes, extras.mask_indptr[r] + needed);
   }
+  regions.add("extras.mask", extras.mask, 1, mask_bytes);
 }
 
 void check_merge_shape(const Tensor& out) {
+  check_is_wide("out", out.dtype);
   if (out.rows < 0) fail(Reason::kTensorShape, "out has {} rows, expected at least 0", out.rows);
   if (out.heads < 1) fail(Reason::kHeadCount, "out has {} heads, expected at least 1", out.heads);
   if (out.dim < 8 || out.dim > kMaxHeadDim || out.dim % 8 != 0) {
@@ -265,26 +326,29 @@ void check_merge_shape(const Tensor& out) {
   }
 }
 
-void check_no_overlap(const char* out_name, const ConstTensor& out, const char* in_name, const ConstTensor& in) {
-  if (out.rows == 0 || in.rows == 0) return;
-  struct Bytes {
-    std::int64_t first, row, row_stride, all;
-  };
-  const auto bytes = [](const ConstTensor& t) {
-    const auto element = static_cast<std::int64_t>(size_of(t.dtype));
-    const std::int64_t row = ((t.heads - 1) * t.head_stride + t.dim) * element;
-    return Bytes{static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(t.data)), row, t.row_stride * element,
-                 (t.rows - 1) * t.row_stride * element + row};
-  };
-  const Bytes a = bytes(out);
-  const Bytes b = bytes(in);
-  if (a.first >= b.first + b.all || b.first >= a.first + a.all) return;
-  // Two column ranges of one buffer: equal row strides, and within a stride the ranges do not meet.
-  if (a.row_stride == b.row_stride && a.row_stride > 0) {
-    const std::int64_t offset = ((b.first - a.first) % a.row_stride + a.row_stride) % a.row_stride;
-    if (offset >= a.row && offset + b.row <= a.row_stride) return;
+void check_distinct(const Regions& written) {
+  for (const Region& region : written) {
+    const Region::Axis* axis = region.aliasing_axis();
+    if (axis == nullptr) continue;
+    fail(Reason::kTensorStride,
+         "{}: the stride of its {} axis is {} elements, expected at least {}, so that no two elements share memory",
+         region.name(), axis->name, axis->stride / region.element(), region.span_within(*axis) / region.element());
   }
-  fail(Reason::kTensorOverlap, "{} overlaps {} in memory, expected them apart", out_name, in_name);
+  for (const Region& region : written) {
+    for (const Region* other = &region + 1; other != written.end(); ++other) check_apart(*other, region);
+  }
+}
+
+void check_apart(const Region& written, const Region& read) {
+  if (meet(written, read)) {
+    fail(Reason::kTensorOverlap, "{} overlaps {} in memory, expected them apart", written.name(), read.name());
+  }
+}
+
+void check_apart(const Regions& written, const Regions& read) {
+  for (const Region& w : written) {
+    for (const Region& r : read) check_apart(w, r);
+  }
 }
 
 }  // namespace fiw::support

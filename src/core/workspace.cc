@@ -58,7 +58,6 @@ DecodeStep FlashInferWorkspace::plan_decode(const PageTable& table, const StepSp
 
 PrefillStep FlashInferWorkspace::plan_prefill(std::span<const std::int32_t> qo_indptr, const PageTable& table,
                                               const StepSpec& spec) {
-  support::check_indptr("qo_indptr", qo_indptr, table.batch());
   return state_->plan_step<PrefillStep>({.kind = PlanKind::kPrefill, .table = &table, .qo_indptr = qo_indptr}, spec);
 }
 
@@ -70,6 +69,11 @@ void AttentionStep::run(const ConstTensor& q, const KvCache& kv, const Tensor& o
                         const AttentionExtras& extras, Stream stream) const {
   if (workspace_ == nullptr) fail(Reason::kStepMismatch, "the step was never planned");
   workspace_->run(*this, {.q = q, .kv = &kv, .out = out, .lse = lse, .extras = extras, .stream = stream});
+}
+
+void AttentionStep::check_ready() const {
+  if (workspace_ == nullptr) fail(Reason::kStepMismatch, "the step was never planned");
+  workspace_->check_ready();
 }
 
 PlanInfo AttentionStep::info() const {
@@ -96,7 +100,6 @@ void FlashInferWorkspace::decode(const ConstTensor& q, const KvCache& kv, const 
 void FlashInferWorkspace::prefill(const ConstTensor& q, std::span<const std::int32_t> qo_indptr, const KvCache& kv,
                                   const PageTable& table, const AttentionParams& params, const Tensor& out, float* lse,
                                   const AttentionExtras& extras, Stream stream) {
-  support::check_indptr("qo_indptr", qo_indptr, table.batch());
   state_->call({.kind = PlanKind::kPrefill, .table = &table, .qo_indptr = qo_indptr},
                {.q = q, .kv = &kv, .out = out, .lse = lse, .extras = extras, .stream = stream}, params);
 }
@@ -112,14 +115,8 @@ void FlashInferWorkspace::ragged_prefill(const ConstTensor& q, std::span<const s
                                          const ConstTensor& k, const ConstTensor& v,
                                          std::span<const std::int32_t> kv_indptr, const AttentionParams& params,
                                          const Tensor& out, float* lse, const AttentionExtras& extras, Stream stream) {
-  if (qo_indptr.empty()) fail(Reason::kQoIndptr, "qo_indptr is empty, expected batch + 1 entries");
-  const auto batch = static_cast<std::int32_t>(qo_indptr.size() - 1);
-  support::check_indptr("qo_indptr", qo_indptr, batch);
-  support::check_indptr("kv_indptr", kv_indptr, batch);
-  std::vector<std::int32_t> kv_lens(static_cast<std::size_t>(batch));
-  for (std::size_t r = 0; r < kv_lens.size(); ++r) kv_lens[r] = kv_indptr[r + 1] - kv_indptr[r];
   const RaggedKv ragged{.k = k, .v = v, .indptr = kv_indptr};
-  state_->call({.kind = PlanKind::kRagged, .qo_indptr = qo_indptr, .kv_lens = kv_lens},
+  state_->call({.kind = PlanKind::kRagged, .qo_indptr = qo_indptr},
                {.q = q, .ragged = &ragged, .out = out, .lse = lse, .extras = extras, .stream = stream}, params);
 }
 
@@ -133,6 +130,8 @@ void FlashInferWorkspace::merge_states(std::span<const PartialState> parts, cons
                                        Stream stream) {
   state_->merge({.parts = parts, .out = out, .lse = lse, .stream = stream});
 }
+
+void FlashInferWorkspace::check_ready() const { state_->check_ready(); }
 
 int FlashInferWorkspace::device_index() const noexcept { return state_->device_index(); }
 const DeviceProps& FlashInferWorkspace::device_props() const noexcept { return state_->device_props(); }

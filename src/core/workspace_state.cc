@@ -21,13 +21,15 @@ namespace {
 constexpr std::size_t kDefaultScratch = std::size_t{16} << 20;
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
+[[noreturn]] void throw_busy() {
+  throw Error(Status::kBusy, Reason::kBusyWorkspace, "the workspace is in use by another thread");
+}
+
 /// One thread at a time: the second to arrive is told so and changes nothing.
 class Exclusive {
  public:
   explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
-    if (busy_.exchange(true, std::memory_order_acquire)) {
-      throw Error(Status::kBusy, Reason::kBusyWorkspace, "the workspace is in use by another thread");
-    }
+    if (busy_.exchange(true, std::memory_order_acquire)) throw_busy();
   }
   Exclusive(const Exclusive&) = delete;
   Exclusive& operator=(const Exclusive&) = delete;
@@ -74,6 +76,24 @@ std::int64_t total_kv(const WorkspaceState::Request& request) {
   return std::accumulate(request.kv_lens.begin(), request.kv_lens.end(), std::int64_t{0});
 }
 
+std::int32_t batch_of(const WorkspaceState::Request& request) {
+  return request.table != nullptr ? request.table->batch() : static_cast<std::int32_t>(request.kv_lens.size());
+}
+
+/// The query rows of a request whose window or indptr is legal.
+std::int64_t checked_rows(const WorkspaceState::Request& request) {
+  const std::int32_t batch = batch_of(request);
+  if (request.kind == PlanKind::kPrefill || request.kind == PlanKind::kRagged) {
+    return support::check_indptr("qo_indptr", request.qo_indptr, batch);
+  }
+  if (request.kind == PlanKind::kVerify &&
+      (request.uniform_qo_len < 1 || request.uniform_qo_len > support::kMaxVerifyWindow)) {
+    fail(Reason::kQoIndptr, "window is {}, expected 1..{} tokens a request", request.uniform_qo_len,
+         support::kMaxVerifyWindow);
+  }
+  return std::int64_t{request.uniform_qo_len} * batch;
+}
+
 bool has_surplus_queries(const WorkspaceState::Request& request) {
   const std::span<const std::int32_t> kv_lens = request.table != nullptr ? request.table->kv_lens() : request.kv_lens;
   for (std::size_t r = 0; r + 1 < request.qo_indptr.size(); ++r) {
@@ -104,6 +124,12 @@ void write_hopper_schedule(const ScheduleShape& shape, const DeviceProps& device
   std::vector<std::int32_t> kv_indptr(kv_lens.size() + 1, 0);
   std::partial_sum(kv_lens.begin(), kv_lens.end(), kv_indptr.begin() + 1);
   write_hopper(shape.hopper, device, work, kv_indptr, kv_lens, out);
+}
+
+/// Of two tensors of one shape.
+bool same_elements(const ConstTensor& a, const ConstTensor& b) {
+  return a.data == b.data && (a.rows <= 1 || a.row_stride == b.row_stride) &&
+         (a.heads <= 1 || a.head_stride == b.head_stride);
 }
 
 std::uint64_t hash_key(const PlanKeyView& key, std::uint64_t counts_hash) {
@@ -163,7 +189,13 @@ void WorkspaceState::check_open() const {
   if (closed()) throw Error(Status::kClosed, Reason::kClosedWorkspace, "the workspace is closed");
 }
 
+void WorkspaceState::check_ready() const {
+  check_open();
+  if (busy_.load(std::memory_order_acquire)) throw_busy();
+}
+
 void WorkspaceState::invalidate(Scope scope) {
+  if (closed()) return;
   const Exclusive exclusive(busy_);
   switch (scope) {
     case Scope::kRuntime:
@@ -195,37 +227,28 @@ PlanCache& WorkspaceState::cache_of(PlanKind kind) noexcept {
 WorkspaceState::Found WorkspaceState::plan(const Request& request, const StepSpec& spec) {
   const Exclusive exclusive(busy_);
   check_open();
-  return find_or_make(request, spec, nullptr);
+  const StepSpec resolved = support::resolve(spec);
+  return find_or_make(request, resolved, checked_rows(request), nullptr);
 }
 
-WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const StepSpec& spec, Stream stream) {
-  const StepSpec resolved = support::resolve(spec);
+WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const StepSpec& spec,
+                                                   std::int64_t total_rows, Stream stream) {
   const bool paged = request.table != nullptr;
-  const auto batch = static_cast<std::int32_t>(paged ? request.table->page_counts().size() : request.kv_lens.size());
-  if (request.kind == PlanKind::kVerify &&
-      (request.uniform_qo_len < 1 || request.uniform_qo_len > support::kMaxVerifyWindow)) {
-    fail(Reason::kQoIndptr, "window is {}, expected 1..{} tokens a request", request.uniform_qo_len,
-         support::kMaxVerifyWindow);
-  }
-  const std::int64_t total_rows = request.qo_indptr.empty()
-                                      ? std::int64_t{request.uniform_qo_len} * batch
-                                      : support::check_indptr("qo_indptr", request.qo_indptr, batch);
-
   const Timer timer(plan_nanoseconds_);
   PlanKeyView key;
   key.traits = {.kind = request.kind,
                 .family = KernelFamily::kCpuStream,
-                .spec = resolved,
+                .spec = spec,
                 .options = options_.plan,
                 .page_size = paged ? request.table->page_size() : 1,
                 .uniform_qo_len = request.qo_indptr.empty() ? request.uniform_qo_len : 0,
                 .graph = props_.kind == DeviceKind::kCuda && request.kind == PlanKind::kVerify && verify_cuda_graph_};
-  key.traits.family = backend_->route({.spec = resolved,
+  key.traits.family = backend_->route({.spec = spec,
                                        .page_size = key.traits.page_size,
                                        .max_qo_len = max_qo_len(request.qo_indptr, request.uniform_qo_len),
                                        .total_rows = total_rows,
                                        .total_kv = total_kv(request),
-                                       .batch = batch,
+                                       .batch = batch_of(request),
                                        .paged = paged,
                                        .graph = key.traits.graph,
                                        .scratch_limit = options_.fixed_size ? scratch_.size() : kNoLimit,
@@ -292,34 +315,39 @@ void WorkspaceState::reserve_scratch(std::size_t bytes, Stream stream) {
   scratch_ = {memory, bytes};
 }
 
-void WorkspaceState::attend(const Plan& plan, const PageTable* table, const Operands& operands) {
-  const StepSpec& spec = plan.traits.spec;
+void WorkspaceState::check_operands(const StepSpec& spec, const Extent& extent, const Operands& operands) const {
   const AttentionParams& params = spec.params;
-  const ScheduleShape& shape = plan.shape;
-  support::check_tensor("q", operands.q, shape.total_rows, params.num_qo_heads, params.head_dim_qk, spec.q_dtype,
-                        device_index_);
-  support::check_tensor("out", operands.out, shape.total_rows, params.num_qo_heads, params.head_dim_vo, spec.q_dtype,
-                        device_index_);
-  support::check_no_overlap("out", operands.out, "q", operands.q);
+  Regions read;
+  Regions written;
+  support::check_tensor("q", operands.q, extent.total_rows, params.num_qo_heads, params.head_dim_qk, spec.q_dtype,
+                        device_index_, read);
+  support::check_tensor("out", operands.out, extent.total_rows, params.num_qo_heads, params.head_dim_vo, spec.q_dtype,
+                        device_index_, written);
   if (operands.lse != nullptr && !spec.lse) {
     fail(Reason::kStepMismatch, "lse is given, the step was planned without it");
   }
-  std::span<const std::int32_t> kv_lens = plan.kv_counts;
-  if (table != nullptr) {
-    support::check_kv_cache(*operands.kv, *table, device_index_);
+  support::check_array("lse", operands.lse, extent.total_rows * params.num_qo_heads, written);
+  support::check_distinct(written);
+  if (extent.table != nullptr) {
+    support::check_kv_cache(*operands.kv, *extent.table, device_index_, read, read);
     support::check_kv_matches(*operands.kv, spec);
-    kv_lens = table->kv_lens();
   } else {
-    support::check_ragged(*operands.ragged, spec, device_index_);
+    support::check_ragged(*operands.ragged, spec, device_index_, read);
   }
-  support::check_extras(operands.extras, spec, plan.qo_indptr, plan.traits.uniform_qo_len, kv_lens, device_index_);
+  support::check_extras(operands.extras, spec, extent.qo_indptr, extent.uniform_qo_len, extent.kv_lens, device_index_,
+                        read);
+  support::check_apart(written, read);
+}
+
+void WorkspaceState::attend(const Plan& plan, const PageTable* table, const Operands& operands) {
+  const ScheduleShape& shape = plan.shape;
   if (shape.total_rows == 0) return;
 
   const Timer timer(run_nanoseconds_);
   reserve_scratch(plan.scratch_bytes, operands.stream);
   backend_->attend({.shape = &shape,
                     .schedule = plan.slice.data(),
-                    .params = &params,
+                    .params = &plan.traits.spec.params,
                     .q = operands.q,
                     .qo_indptr = plan.qo_indptr,
                     .uniform_qo_len = plan.traits.uniform_qo_len,
@@ -333,24 +361,52 @@ void WorkspaceState::attend(const Plan& plan, const PageTable* table, const Oper
                     .stream = operands.stream});
 }
 
-void WorkspaceState::call(const Request& request, const Operands& operands, const AttentionParams& params) {
+std::span<const std::int32_t> WorkspaceState::ragged_lens(std::span<const std::int32_t> qo_indptr,
+                                                          std::span<const std::int32_t> kv_indptr) {
+  if (qo_indptr.empty()) fail(Reason::kQoIndptr, "qo_indptr is empty, expected batch + 1 entries");
+  support::check_indptr("kv_indptr", kv_indptr, static_cast<std::int32_t>(qo_indptr.size() - 1));
+  ragged_lens_.resize(qo_indptr.size() - 1);
+  for (std::size_t r = 0; r < ragged_lens_.size(); ++r) ragged_lens_[r] = kv_indptr[r + 1] - kv_indptr[r];
+  return ragged_lens_;
+}
+
+void WorkspaceState::call(Request request, const Operands& operands, const AttentionParams& params) {
   const Exclusive exclusive(busy_);
   check_open();
-  const StepSpec spec{.params = params,
-                      .q_dtype = operands.q.dtype,
-                      .kv_dtype = operands.kv != nullptr ? operands.kv->dtype : operands.ragged->k.dtype,
-                      .lse = operands.lse != nullptr,
-                      .sinks = operands.extras.sinks != nullptr,
-                      .alibi = operands.extras.alibi_slopes != nullptr,
-                      .custom_mask = operands.extras.mask != nullptr || operands.extras.mask_indptr != nullptr};
-  const Found found = find_or_make(request, spec, operands.stream);
+  const bool paged = request.table != nullptr;
+  const StepSpec spec =
+      support::resolve({.params = params,
+                        .q_dtype = operands.q.dtype,
+                        .kv_dtype = paged ? operands.kv->dtype : operands.ragged->k.dtype,
+                        .lse = operands.lse != nullptr,
+                        .sinks = operands.extras.sinks != nullptr,
+                        .alibi = operands.extras.alibi_slopes != nullptr,
+                        .custom_mask = operands.extras.mask != nullptr || operands.extras.mask_indptr != nullptr});
+  if (!paged) request.kv_lens = ragged_lens(request.qo_indptr, operands.ragged->indptr);
+  const std::int64_t total_rows = checked_rows(request);
+  check_operands(spec,
+                 {.total_rows = total_rows,
+                  .qo_indptr = request.qo_indptr,
+                  .uniform_qo_len = request.uniform_qo_len,
+                  .kv_lens = paged ? request.table->kv_lens() : request.kv_lens,
+                  .table = request.table},
+                 operands);
+  const Found found = find_or_make(request, spec, total_rows, operands.stream);
   attend(*found.plan, request.table, operands);
 }
 
 void WorkspaceState::run(const AttentionStep& step, const Operands& operands) {
   const Exclusive exclusive(busy_);
   check_open();
-  attend(*step.plan_, &step.table_, operands);
+  const Plan& plan = *step.plan_;
+  check_operands(plan.traits.spec,
+                 {.total_rows = plan.shape.total_rows,
+                  .qo_indptr = plan.qo_indptr,
+                  .uniform_qo_len = plan.traits.uniform_qo_len,
+                  .kv_lens = step.table_.kv_lens(),
+                  .table = &step.table_},
+                 operands);
+  attend(plan, &step.table_, operands);
 }
 
 void WorkspaceState::append(const AppendLaunch& launch) {
@@ -358,15 +414,14 @@ void WorkspaceState::append(const AppendLaunch& launch) {
   check_open();
   const PageTable& table = *launch.table;
   const std::int32_t rows = support::check_indptr("append_indptr", launch.append_indptr, table.batch());
-  support::check_kv_cache(*launch.kv, table, device_index_);
-  if (is_fp8(launch.k.dtype)) {
-    unsupported(Reason::kDTypeCombination, "k is {}, expected float32, float16 or bfloat16 (append_kv quantises)",
-                to_string(launch.k.dtype));
-  }
+  Regions written;
+  Regions read;
+  support::check_kv_cache(*launch.kv, table, device_index_, written, read);
+  support::check_append_dtype(launch.k.dtype);
   support::check_tensor("k", launch.k, rows, launch.kv->num_kv_heads, launch.kv->head_dim_qk, launch.k.dtype,
-                        device_index_);
+                        device_index_, read);
   support::check_tensor("v", launch.v, rows, launch.kv->num_kv_heads, launch.kv->head_dim_vo, launch.k.dtype,
-                        device_index_);
+                        device_index_, read);
   for (std::size_t r = 0; r < table.kv_lens().size(); ++r) {
     const std::int32_t tokens = launch.append_indptr[r + 1] - launch.append_indptr[r];
     if (tokens > table.kv_lens()[r]) {
@@ -374,6 +429,9 @@ void WorkspaceState::append(const AppendLaunch& launch) {
               table.kv_lens()[r]);
     }
   }
+  support::check_array("append_indptr", launch.append_indptr.data(), std::ssize(launch.append_indptr), read);
+  support::check_distinct(written);
+  support::check_apart(written, read);
   if (rows == 0) return;
   backend_->append(launch);
 }
@@ -383,23 +441,32 @@ void WorkspaceState::merge(const MergeLaunch& launch) {
   check_open();
   const Tensor& out = launch.out;
   if (launch.parts.empty()) fail(Reason::kPartialStates, "parts is empty, expected at least 1 state");
-  if (is_fp8(out.dtype)) {
-    unsupported(Reason::kDTypeCombination, "out is {}, expected float32, float16 or bfloat16", to_string(out.dtype));
-  }
   support::check_merge_shape(out);
-  support::check_tensor("out", out, out.rows, out.heads, out.dim, out.dtype, device_index_);
+  Regions outs;
+  Regions lses;
+  support::check_tensor("out", out, out.rows, out.heads, out.dim, out.dtype, device_index_, outs);
+  support::check_distinct(outs);
+  const std::int64_t states = out.rows * out.heads;  // fits, as out does
+  support::check_array("lse", launch.lse, states, lses);
+  support::check_apart(lses, outs);
   for (const PartialState& part : launch.parts) {
-    support::check_tensor("a part's out", part.out, out.rows, out.heads, out.dim, out.dtype, device_index_);
+    Regions part_outs;
+    Regions part_lses;
+    support::check_tensor("a part's out", part.out, out.rows, out.heads, out.dim, out.dtype, device_index_, part_outs);
     if (out.rows > 0 && part.lse == nullptr) fail(Reason::kTensorNull, "a part's lse is null");
-    const bool same =
-        part.out.data == out.data && part.out.row_stride == out.row_stride && part.out.head_stride == out.head_stride;
-    if (!same) support::check_no_overlap("out", out, "a part's out", part.out);
+    support::check_array("a part's lse", part.lse, states, part_lses);
+    // A part may be replaced by the result: each element is read before it is written.
+    if (!same_elements(part.out, out)) support::check_apart(outs, part_outs);
+    if (part.lse != launch.lse) support::check_apart(lses, part_lses);
+    support::check_apart(outs, part_lses);
+    support::check_apart(lses, part_outs);
   }
   if (out.rows == 0) return;
   backend_->merge(launch);
 }
 
 WorkspaceStats WorkspaceState::stats() const {
+  if (closed()) return {};
   const Exclusive exclusive(busy_);
   if (closed()) return {};
   return {.decode = decode_cache_.stats(),

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "core/arena.h"
 #include "core/backend.h"
@@ -29,9 +30,9 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   struct Request {
     PlanKind kind = PlanKind::kDecode;
     const PageTable* table = nullptr;           ///< null for ragged
-    std::span<const std::int32_t> qo_indptr{};  ///< empty: uniform
+    std::span<const std::int32_t> qo_indptr{};  ///< prefill and ragged only; the other kinds are uniform
     std::int32_t uniform_qo_len = 1;
-    std::span<const std::int32_t> kv_lens{};  ///< ragged only
+    std::span<const std::int32_t> kv_lens{};  ///< ragged only; filled in by call()
   };
   /// The tensors of one layer.
   struct Operands {
@@ -47,11 +48,13 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   template <class Step>
   Step plan_step(const Request& request, const StepSpec& spec);
   /// Plan and run in one.
-  void call(const Request& request, const Operands& operands, const AttentionParams& params);
+  void call(Request request, const Operands& operands, const AttentionParams& params);
   void run(const AttentionStep& step, const Operands& operands);
   void append(const AppendLaunch& launch);
   void merge(const MergeLaunch& launch);
 
+  /// Throws what a call that came now would: kClosed or kBusy.
+  void check_ready() const;
   WorkspaceStats stats() const;
   int device_index() const noexcept { return device_index_; }
   const DeviceProps& device_props() const noexcept { return props_; }
@@ -65,9 +68,21 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   };
   Found plan(const Request& request, const StepSpec& spec);
   // The rest expects the caller to hold busy_.
-  Found find_or_make(const Request& request, const StepSpec& spec, Stream stream);
+  /// `spec` is resolved, and the request has `total_rows` query rows.
+  Found find_or_make(const Request& request, const StepSpec& spec, std::int64_t total_rows, Stream stream);
   std::shared_ptr<Plan> make(const PlanKeyView& key, const Request& request, Stream stream);
   void attend(const Plan& plan, const PageTable* table, const Operands& operands);
+  /// What is attended to and by which rows, apart from where the tensors lie.
+  struct Extent {
+    std::int64_t total_rows = 0;
+    std::span<const std::int32_t> qo_indptr{};  ///< empty: uniform
+    std::int32_t uniform_qo_len = 1;
+    std::span<const std::int32_t> kv_lens{};
+    const PageTable* table = nullptr;  ///< null for ragged
+  };
+  void check_operands(const StepSpec& spec, const Extent& extent, const Operands& operands) const;
+  std::span<const std::int32_t> ragged_lens(std::span<const std::int32_t> qo_indptr,
+                                            std::span<const std::int32_t> kv_indptr);
   void reserve_scratch(std::size_t bytes, Stream stream);
   PlanCache& cache_of(PlanKind kind) noexcept;
   void check_open() const;
@@ -83,6 +98,7 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   PlanCache decode_cache_;
   PlanCache prefill_cache_;
   PlanCache verify_cache_;
+  std::vector<std::int32_t> ragged_lens_;  ///< of the ragged call at hand
   std::uint64_t plan_nanoseconds_ = 0;
   std::uint64_t run_nanoseconds_ = 0;
   std::atomic<bool> closed_{false};

@@ -53,8 +53,9 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
 /// for.
 void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<std::byte> out);
 /// Float scratch for the partial outputs (float32 [partial_rows, num_qo_heads, head_dim_vo]) and their LSE
-/// (float32 [partial_rows, num_qo_heads]), each 16-byte aligned; 0 when not split.
-std::size_t partial_bytes(const ScheduleShape& shape, std::int32_t num_qo_heads, std::int32_t head_dim_vo) noexcept;
+/// (float32 [partial_rows, num_qo_heads]), each 16-byte aligned; 0 when not split. Throws kSizeOverflow when they are
+/// more than a pointer difference holds.
+std::size_t partial_bytes(const ScheduleShape& shape, std::int32_t num_qo_heads, std::int32_t head_dim_vo);
 
 /// A shape whose `partial_rows` and `max_qo_len` are the worst over all work within the limits: up to `max_batch`
 /// requests of up to `max_kv_pages` pages, with `max_total_rows` query rows in all (uniform windows of

@@ -30,8 +30,10 @@ bool splittable(KernelFamily family, const WorkLoad& work, const SplitPolicy& po
   return policy.allow_split && !mismatched;
 }
 
+// Whole pages, as many as the tokens of a chunk fit 32 bits.
 std::int32_t fixed_chunk_pages(const WorkLoad& work, const SplitPolicy& policy) noexcept {
-  return ceil_div(policy.fixed_chunk_tokens, work.page_size);
+  return std::min(ceil_div(policy.fixed_chunk_tokens, work.page_size),
+                  std::numeric_limits<std::int32_t>::max() / work.page_size);
 }
 
 // Most tiles that `batch` requests with `rows` query tokens in all can have. A uniform batch always has as many.
@@ -233,8 +235,15 @@ void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<
   std::fill(mask.begin() + valid, mask.end(), std::byte{0});
 }
 
-std::size_t partial_bytes(const ScheduleShape& shape, std::int32_t num_qo_heads, std::int32_t head_dim_vo) noexcept {
+std::size_t partial_bytes(const ScheduleShape& shape, std::int32_t num_qo_heads, std::int32_t head_dim_vo) {
   if (!shape.split_kv) return 0;
+  const auto row_bytes = static_cast<std::int64_t>(sizeof(float)) * num_qo_heads * (std::int64_t{head_dim_vo} + 1);
+  std::int64_t bytes = 0;  // of both arrays, each with room for its alignment
+  if (__builtin_mul_overflow(shape.partial_rows, row_bytes, &bytes) ||
+      __builtin_add_overflow(bytes, std::int64_t{2 * kAlignment}, &bytes)) {
+    fail(Reason::kSizeOverflow, "partial outputs are {} rows of {} heads of {} elements, more bytes than int64 holds",
+         shape.partial_rows, num_qo_heads, head_dim_vo);
+  }
   const std::size_t states = static_cast<std::size_t>(shape.partial_rows) * num_qo_heads;
   return align_up(states * head_dim_vo * sizeof(float)) + align_up(states * sizeof(float));
 }

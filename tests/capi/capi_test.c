@@ -878,6 +878,10 @@ static void test_append(void) {
     for (int i = 0; i < kRow; ++i) wrong += k_cache[s * kRow + i] != 0x5A || v_cache[s * kRow + i] != 0x5A;
   }
   CHECK(wrong == 0);
+  cache.v = cache.k;
+  CHECK_FAILS(fiw_append_kv(ws, &k_t.dl, &v_t.dl, &append_t.dl, &cache, table, NULL, &err), err, FIW_INVALID_ARGUMENT,
+              FIW_REASON_TENSOR_OVERLAP, "kv.v overlaps kv.k");
+  cache.v = &v_cache_t.dl;
   make3(&v_t, v, kFloat, 2, kHeads, kDim);
   CHECK_FAILS(fiw_append_kv(ws, &k_t.dl, &v_t.dl, &append_t.dl, &cache, table, NULL, &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_TENSOR_SHAPE, "v ");
@@ -969,6 +973,7 @@ static void test_version(void) {
                {FIW_INTERNAL, "INTERNAL"},
                {(fiw_status)7, "unknown status"}};
   for (int i = 0; i < COUNT(names); ++i) CHECK(strcmp(fiw_status_name(names[i].status), names[i].name) == 0);
+  CHECK(strcmp(fiw_status_name((fiw_status)999), "unknown status") == 0);
 }
 
 /* The INIT macro and the init function agree in every byte; the function never writes past the size it was told. */
@@ -1047,13 +1052,17 @@ typedef struct pool {
   int refuse;
   fiw_workspace* ws; /* set: the next allocation lets another thread try this workspace */
   problem* p;
-  fiw_status tried[2];
+  fiw_status tried[4];
+  const fiw_step* step;
 } pool;
 
 static void* try_workspace(void* context) {
   pool* memory = context;
   memory->tried[0] = fiw_workspace_invalidate_runtime_cache(memory->ws, NULL);
   memory->tried[1] = call_once(memory->ws, memory->p, NULL, NULL);
+  /* Busy is said before any other argument is judged. */
+  memory->tried[2] = fiw_decode(memory->ws, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
+  memory->tried[3] = fiw_step_run(memory->step, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
   return NULL;
 }
 
@@ -1210,12 +1219,23 @@ static void test_allocator_and_busy(void) {
   fiw_error err = new_error();
   build(&p, &s);
   CHECK_OK(fiw_workspace_create_with_options(-1, &options, &ws, &err), err);
+  static const int32_t no_indptr[1] = {0};
+  tensor a, b, c;
+  fiw_page_table* no_requests = NULL;
+  fiw_step* step = NULL;
+  const fiw_step_spec spec = spec_of(&p);
+  CHECK_OK(fiw_page_table_from_csr(16, 0, ints(&a, no_indptr, 1), ints(&b, NULL, 0), ints(&c, NULL, 0), NULL,
+                                   &no_requests, &err),
+           err);
+  CHECK_OK(fiw_plan_decode(ws, no_requests, &spec, &step, &err), err);
   memory.ws = ws;
   memory.p = &p;
-  memory.tried[0] = memory.tried[1] = FIW_OK;
+  memory.step = step;
   CHECK_OK(call_once(ws, &p, &p.lse.dl, &err), err);
   CHECK(memory.ws == NULL); /* the other thread has been there */
-  CHECK(memory.tried[0] == FIW_BUSY && memory.tried[1] == FIW_BUSY);
+  for (int i = 0; i < COUNT(memory.tried); ++i) CHECK(memory.tried[i] == FIW_BUSY);
+  fiw_step_free(step);
+  fiw_page_table_free(no_requests);
   check_results(&p, "a call that another thread disturbed", 1);
   CHECK(memory.live > 0);
   fiw_workspace_free(ws);
@@ -1249,6 +1269,17 @@ static void test_closed(void) {
   CHECK_CLOSED(fiw_plan_decode(ws, p.table, &spec, &late, &err));
   CHECK(late == NULL);
   CHECK_CLOSED(fiw_step_run(step, &p.q.dl, &p.cache, &p.out.dl, NULL, &p.extras, NULL, &err));
+  /* Closed is said before any other argument is judged. */
+  CHECK_CLOSED(fiw_decode(ws, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_prefill(ws, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_verify(ws, NULL, -1, NULL, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_ragged_prefill(ws, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_append_kv(ws, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_merge_states(ws, NULL, NULL, 0, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_plan_decode(ws, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_plan_prefill(ws, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_plan_verify(ws, -1, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_step_run(step, NULL, NULL, NULL, NULL, NULL, NULL, &err));
   CHECK_OK(fiw_workspace_invalidate_runtime_cache(ws, &err), err);
   CHECK_OK(fiw_workspace_invalidate_prefill_runtime_cache(ws, &err), err);
   CHECK_OK(fiw_workspace_invalidate_verify_runtime_cache(ws, &err), err);
@@ -1320,6 +1351,21 @@ static void test_sizes(void) {
   plan_options.fixed_split_tokens = 64;
   CHECK_OK(fiw_required_workspace(&device, &limits, &plan_options, &more, &err), err);
   CHECK(more > bytes); /* many more splits */
+  for (int32_t tokens = 0; tokens >= -1; --tokens) {
+    plan_options.fixed_split_tokens = tokens;
+    CHECK_FAILS(fiw_required_workspace(&device, &limits, &plan_options, &more, &err), err, FIW_INVALID_ARGUMENT,
+                FIW_REASON_OPTIONS, tokens == 0 ? "fixed_split_tokens is 0" : "fixed_split_tokens is -1");
+  }
+  plan_options.fixed_split_tokens = 1;
+  fiw_workspace_limits absurd = limits;
+  fiw_attention_params wide = new_params(INT32_MAX, INT32_MAX, 576);
+  absurd.params = &wide;
+  absurd.max_batch = absurd.max_total_qo = absurd.max_kv_len = INT32_MAX;
+  absurd.page_size = 1;
+  more = 17;
+  CHECK_FAILS(fiw_required_workspace(&device, &absurd, &plan_options, &more, &err), err, FIW_INVALID_ARGUMENT,
+              FIW_REASON_SIZE_OVERFLOW, "more bytes than int64 holds");
+  CHECK(more == 17);
 
   CHECK_FAILS(fiw_device_props_cpu(0, &device, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS, "threads is 0");
   CHECK_FAILS(fiw_device_props_h200(NULL, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS, "props is null");
@@ -1421,6 +1467,9 @@ static void test_page_table(void) {
   CHECK_OK(fiw_page_table_to_block_table(csr, -1, &d.dl, ints(&c, lens_out, 2), &err), err);
   CHECK(memcmp(blocks_out, padded, sizeof padded) == 0 && same(lens_out, lens, 2));
   CHECK_OK(fiw_page_table_to_block_table(csr, -1, &d.dl, NULL, &err), err);
+  make2(&d, blocks_out, kI32, 2, 3);
+  CHECK_FAILS(fiw_page_table_to_block_table(csr, -1, &d.dl, ints(&c, blocks_out[1], 2), &err), err,
+              FIW_INVALID_ARGUMENT, FIW_REASON_TENSOR_OVERLAP, "kv_lens overlaps blocks");
   make2(&d, blocks_out, kI32, 2, 1);
   CHECK_FAILS(fiw_page_table_to_block_table(csr, -1, &d.dl, NULL, &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_TENSOR_SHAPE, "blocks: shape [2, 1], expected [2, at least 2]");
@@ -1431,6 +1480,33 @@ static void test_page_table(void) {
   d.dl.strides = d.strides;
   CHECK_FAILS(fiw_page_table_to_block_table(csr, -1, &d.dl, NULL, &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_TENSOR_STRIDE, "blocks");
+
+  /* Pages reserved ahead are ignored; padding is not read, and need not exist behind the last row. */
+  const int32_t ahead[5] = {7, 1, -9, 4, 99}, ahead_counts[2] = {3, 2};
+  fiw_page_table* reserved = NULL;
+  CHECK_OK(fiw_page_table_from_pages(16, 10, ints(&a, ahead, 5), ints(&b, ahead_counts, 2), ints(&c, lens, 2),
+                                     &reserved, &err),
+           err);
+  CHECK(fiw_page_table_equal(csr, reserved));
+  fiw_page_table_free(reserved);
+  int32_t* exact = malloc(5 * sizeof *exact);
+  const int32_t rows_of_four[5] = {7, 1, -5, 99, 4};
+  memcpy(exact, rows_of_four, sizeof rows_of_four);
+  make2(&d, exact, kI32, 2, 4);
+  CHECK_OK(fiw_page_table_from_block_table(16, 10, &d.dl, ints(&c, lens, 2), &reserved, &err), err);
+  CHECK(fiw_page_table_equal(csr, reserved));
+  fiw_page_table_free(reserved);
+  free(exact);
+  make2(&d, blocks_out, kI32, 2, 3);
+  for (int32_t size = 0; size >= -1; --size) {
+    CHECK_FAILS(fiw_page_table_from_block_table(size, 10, &d.dl, &c.dl, &reserved, &err), err, FIW_INVALID_ARGUMENT,
+                FIW_REASON_PAGE_SIZE, "page_size is");
+  }
+  const int32_t too_long[2] = {64, INT32_MAX}, below_zero[2] = {3, -1};
+  CHECK_FAILS(fiw_page_table_from_block_table(16, 10, &d.dl, ints(&c, too_long, 2), &reserved, &err), err,
+              FIW_INVALID_ARGUMENT, FIW_REASON_KV_LENS, "request 0 has 3 pages");
+  CHECK_FAILS(fiw_page_table_from_block_table(16, 100, &d.dl, ints(&c, below_zero, 2), &reserved, &err), err,
+              FIW_INVALID_ARGUMENT, FIW_REASON_KV_LENS, "kv_lens[1] is -1");
 
   /* Advancing one handle leaves its copy alone. */
   CHECK_OK(fiw_page_table_copy(csr, &copy, &err), err);
@@ -1540,6 +1616,8 @@ static void test_bad_tables(void) {
               FIW_REASON_OPTIONS, "out is null");
 
   const int32_t counts[2] = {2, 2}, negative[2] = {-1, 4}, few[2] = {1, 1};
+  CHECK_FAILS(fiw_page_table_from_pages(16, -1, ints(&a, NULL, 0), ints(&b, NULL, 0), ints(&c, NULL, 0), &table, &err),
+              err, FIW_INVALID_ARGUMENT, FIW_REASON_TABLE_SIZE, "num_pages is -1");
   CHECK_FAILS(
       fiw_page_table_from_pages(16, 10, ints(&a, indices, 3), ints(&b, counts, 2), ints(&c, lens, 2), &table, &err),
       err, FIW_INVALID_ARGUMENT, FIW_REASON_INDICES_LENGTH, "request 1: page_counts is 2, but only 1");
@@ -1554,6 +1632,20 @@ static void test_bad_tables(void) {
 
 /* ---- bad tensors, structs and steps
  * ---------------------------------------------------------------------------------------- */
+
+static fiw_workspace_stats stats_of(const fiw_workspace* ws) {
+  fiw_workspace_stats stats = FIW_WORKSPACE_STATS_INIT;
+  fiw_error err = new_error();
+  CHECK_OK(fiw_workspace_get_stats(ws, &stats, &err), err);
+  return stats;
+}
+
+/* A number that the caller's header did not name, put where an enumeration is. */
+static DLDeviceType device_type_of(int32_t number) {
+  DLDeviceType type;
+  memcpy(&type, &number, sizeof type);
+  return type;
+}
 
 /* One good call, spoiled in one place at a time; after each fault the call must still work. */
 static void test_bad_arguments(void) {
@@ -1579,9 +1671,12 @@ static void test_bad_arguments(void) {
 
 #define CHECK_CALL_FAILS(why, text)                                                        \
   do {                                                                                     \
+    const fiw_workspace_stats before_ = stats_of(ws);                                      \
     poison_results(&p);                                                                    \
     CHECK_FAILS(call_once(ws, &p, &p.lse.dl, &err), err, FIW_INVALID_ARGUMENT, why, text); \
     CHECK(load_bits(&kF32, p.out_memory, 0) == 0xFFFFFFFFu);                               \
+    const fiw_workspace_stats after_ = stats_of(ws);                                       \
+    CHECK(memcmp(&before_, &after_, sizeof before_) == 0);                                 \
   } while (0)
 #define WITH(lvalue, value, why, text) \
   do {                                 \
@@ -1624,6 +1719,21 @@ static void test_bad_arguments(void) {
   WITH(p.q.dl.data, NULL, FIW_REASON_TENSOR_NULL, "q: data is null, expected [2, 8, 64] elements");
   WITH(p.q.dl.byte_offset, 2, FIW_REASON_TENSOR_ALIGNMENT, "q: data + byte_offset");
   WITH(p.out.dl.data, p.q.dl.data, FIW_REASON_TENSOR_OVERLAP, "out overlaps q");
+  WITH(p.q.dl.device.device_type, device_type_of(999), FIW_REASON_TENSOR_DEVICE, "q: device {type 999, id 0}");
+  WITH(p.q.dl.device.device_type, device_type_of(-1), FIW_REASON_TENSOR_DEVICE, "q: device {type -1, id 0}");
+  WITH(p.out.dl.data, p.k.dl.data, FIW_REASON_TENSOR_OVERLAP, "out overlaps kv.k");
+  WITH(p.out.dl.data, p.v.dl.data, FIW_REASON_TENSOR_OVERLAP, "out overlaps kv.v");
+  WITH(p.lse.dl.data, p.q.dl.data, FIW_REASON_TENSOR_OVERLAP, "lse overlaps q");
+  WITH(p.lse.dl.data, p.out.dl.data, FIW_REASON_TENSOR_OVERLAP, "lse overlaps out");
+  WITH(p.lse.dl.data, p.v.dl.data, FIW_REASON_TENSOR_OVERLAP, "lse overlaps kv.v");
+  {
+    const problem good = p;
+    p.out.dl.strides = p.out.strides;
+    p.out.strides[0] = 511, p.out.strides[1] = 64, p.out.strides[2] = 1;
+    CHECK_CALL_FAILS(FIW_REASON_TENSOR_STRIDE,
+                     "out: the stride of its row axis is 511 elements, expected at least 512");
+    p = good;
+  }
   /* LSE */
   WITH(p.lse.dl.ndim, 1, FIW_REASON_TENSOR_RANK, "lse: rank 1, expected 2 [2, 8]");
   WITH(p.lse.shape[1], 4, FIW_REASON_TENSOR_SHAPE, "lse: shape [2, 4], expected [2, 8]");
@@ -1794,6 +1904,8 @@ static void test_helpers(void) {
   make1(&d, mask, kU8, 3);
   CHECK_FAILS(fiw_pack_mask(&a.dl, &b.dl, &c.dl, &d.dl, ints(&e, indptr, 3), &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_TENSOR_SHAPE, "mask_indptr: shape [3], expected [4]");
+  CHECK_FAILS(fiw_pack_mask(&a.dl, &b.dl, &c.dl, make1(&d, indptr, kU8, 3), ints(&e, indptr, 4), &err), err,
+              FIW_INVALID_ARGUMENT, FIW_REASON_TENSOR_OVERLAP, "mask_indptr overlaps mask");
   CHECK_FAILS(fiw_packed_mask_bytes(ints(&b, negative, 3), &c.dl, &bytes, &err), err, FIW_INVALID_ARGUMENT,
               FIW_REASON_MASK, "qo_lens[1] is -2");
   CHECK_FAILS(fiw_packed_mask_bytes(&c.dl, ints(&b, negative, 3), &bytes, &err), err, FIW_INVALID_ARGUMENT,

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -114,6 +115,15 @@ TEST_F(Program, BadCommandLinesExitWithTwoAndSayWhy) {
       {trace + "--speculate 64", "--speculate"},
       {trace + "--acceptance 1.5", "--acceptance"},
       {trace + "--verify -3", "--verify"},
+      {trace + "--requests 99999999999999999999", "'99999999999999999999' is not a whole number"},
+      {trace + "--requests 9223372036854775808", "'9223372036854775808' is not a whole number"},
+      {trace + "--requests -1", "'-1' is not a whole number"},
+      {trace + "--verify 99999999999999999999", "'99999999999999999999' is not a whole number"},
+      {trace + "--seed 18446744073709551616", "'18446744073709551616' is not a whole number"},
+      {trace + "--seed -1", "'-1' is not a whole number"},
+      {"check --seed 1e3", "'1e3' is not a whole number"},
+      {trace + "--layers 99999999999999999999", "--layers"},
+      {trace + "--pages 99999999999999999999", "--pages"},
       {trace + "--max-batch 32 --token-budget 31", "token budget is 31, expected at least 32"},
       {trace + "--speculate 7 --max-batch 65 --token-budget 519", "token budget is 519, expected at least 520"},
       {trace + "--simulate --verify 5", "--simulate"},
@@ -280,6 +290,31 @@ TEST_F(Program, SimulatesTheWholeSampleWithoutAttention) {
   EXPECT_EQ(r["tokens"]["prompt"], 270'000);
   EXPECT_EQ(r["tokens"]["generated"], 76'870);
   EXPECT_FALSE(r.contains("seconds"));
+}
+
+TEST_F(Program, MoreThanTheMachineHoldsIsRefusedAtOnce) {
+  const std::string largest = std::string("replay ") + kAzureSample + " --pages 268435456 --page-size 1048576";
+  const auto begin = std::chrono::steady_clock::now();
+  const Output output = run(largest);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_EQ(output.code, 1);
+  // 2 layers, 8 heads of 128 two-byte elements, K and V: 2^51 times 4096 bytes.
+  EXPECT_THAT(output.err,
+              StartsWith("fiw: a cache of 2 layers, 268435456 pages of 1048576 tokens, 8 KV heads of 128 bf16"
+                         " elements, with steps of 512 tokens, takes 2305843"));
+  EXPECT_THAT(output.err, HasSubstr(" GB, this machine has "));
+  const Output steps =
+      run(std::string("replay ") + kAzureSample + " --token-budget 1048576 --heads 1024/1024 --dtype fp32");
+  EXPECT_EQ(steps.code, 1);
+  EXPECT_THAT(steps.err, HasSubstr("with steps of 1048576 tokens"));
+}
+
+TEST_F(Program, AFileNameThatIsNotUtf8IsNoFailure) {
+  const std::string file = write("t\xff\xfe.csv", read(kAzureSample));
+  for (const char* flags : {" --simulate --requests 5", " --requests 1"}) {
+    const nlohmann::json r = results("replay '" + file + "'" + kSmall + flags);
+    EXPECT_THAT(r["trace"].get<std::string>(), HasSubstr("t\xEF\xBF\xBD\xEF\xBF\xBD.csv")) << flags;
+  }
 }
 
 TEST_F(Program, WritesATraceOfTheSteps) {

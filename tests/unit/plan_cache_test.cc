@@ -74,7 +74,7 @@ TEST(PlanCache, EveryFieldIsPartOfTheKeyEvenWhenHashesCollide) {
   const Ints same_contents_elsewhere = counts;
   EXPECT_EQ(cache.find(base_key(same_contents_elsewhere)), plan);
   EXPECT_EQ(cache.stats().hits, 1U);
-  EXPECT_EQ(cache.stats().misses, changes.size());
+  EXPECT_EQ(cache.stats().misses, 1U) << "a look-up whose plan was never made is no miss";
 }
 
 TEST(PlanCache, SameAddressOtherContentsIsAMiss) {

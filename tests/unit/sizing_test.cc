@@ -1,6 +1,7 @@
 // required_workspace suffices for calls smaller than the limits, which may take a kernel that needs more.
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -41,6 +42,94 @@ TEST(Sizing, BatchInvariantPrefillsFit) {
   const StepSpec spec{.params = params, .q_dtype = DType::kFloat32, .kv_dtype = DType::kFloat32};
   for (std::int32_t rows = 1; rows <= 4; ++rows) {
     EXPECT_NO_THROW(workspace->plan_prefill(std::vector<std::int32_t>{0, rows}, table, spec)) << rows << " rows";
+  }
+}
+
+/// Every combination of absurd limits is either a size that a pointer difference holds, or refused for its size.
+TEST(Sizing, AbsurdLimitsNeverWrap) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  const std::int32_t sizes[] = {1, 1 << 20, kMost};
+  int refused = 0;
+  for (const DeviceProps& device : {DeviceProps::cpu(1), DeviceProps::cpu(4096), DeviceProps::h200()}) {
+    for (const std::int32_t heads : sizes) {
+      for (const std::int32_t batch : sizes) {
+        for (const std::int32_t rows : {0, 1 << 20, kMost}) {
+          for (const std::int32_t kv_len : sizes) {
+            for (const std::int32_t page_size : {1, kMost}) {
+              for (const std::int32_t split : {0, 1, kMost}) {
+                WorkspaceLimits limits{.params = {.num_qo_heads = heads, .num_kv_heads = heads, .head_dim_qk = 576},
+                                       .max_batch = batch,
+                                       .max_total_qo = rows,
+                                       .max_verify_window = rows == 0 ? 0 : 64,
+                                       .max_kv_len = kv_len,
+                                       .page_size = page_size,
+                                       .graph = split == 0};
+                const PlanOptions options{.batch_invariant = split > 0, .fixed_split_tokens = split};
+                try {
+                  const std::size_t bytes = FlashInferWorkspace::required_workspace(device, limits, options);
+                  ASSERT_LE(bytes, std::size_t{1} << 63);
+                  // At the least one partial output for each row of a batch that is always split.
+                  if (split == 1) {
+                    ASSERT_GE(static_cast<double>(bytes), 4.0 * 576 * batch * static_cast<double>(heads));
+                  }
+                } catch (const Error& error) {
+                  ASSERT_EQ(error.reason(), Reason::kSizeOverflow) << error.what();
+                  ++refused;
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(refused, 100);
+}
+
+TEST(Sizing, RefusesWhatCreateRefuses) {
+  const WorkspaceLimits good{
+      .params = {.num_qo_heads = 8, .num_kv_heads = 2, .head_dim_qk = 64}, .max_batch = 4, .max_kv_len = 100};
+  const auto reason = [](const auto& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return error.reason();
+    }
+    return Reason::kNone;
+  };
+  const auto both = [&](const WorkspaceLimits& limits, const PlanOptions& plan, std::int32_t threads, Reason expected) {
+    EXPECT_EQ(reason([&] { FlashInferWorkspace::required_workspace(DeviceProps::cpu(threads), limits, plan); }),
+              expected);
+    EXPECT_EQ(reason([&] {
+                FlashInferWorkspace::create(kCpuDevice, {.limits = limits, .num_threads = threads, .plan = plan});
+              }),
+              expected);
+  };
+  both(good, {}, 2, Reason::kNone);
+  both(good, {.fixed_split_tokens = 0}, 2, Reason::kNone);  // of no meaning unless batch_invariant
+  for (const std::int32_t tokens : {0, -1}) {
+    both(good, {.batch_invariant = true, .fixed_split_tokens = tokens}, 2, Reason::kOptions);
+  }
+  both(good, {.batch_invariant = true, .fixed_split_tokens = std::numeric_limits<std::int32_t>::max()}, 2,
+       Reason::kNone);
+  both(good, {}, 4097, Reason::kOptions);
+  both(good, {}, -1, Reason::kOptions);
+  WorkspaceLimits bad = good;
+  bad.page_size = 0;
+  both(bad, {}, 2, Reason::kOptions);
+  bad = good;
+  bad.max_verify_window = 65;
+  both(bad, {}, 2, Reason::kOptions);
+}
+
+TEST(Sizing, TheLongestFixedSplitPlans) {
+  const AttentionParams params{.num_qo_heads = 8, .num_kv_heads = 2, .head_dim_qk = 64};
+  const auto workspace = FlashInferWorkspace::create(
+      kCpuDevice, {.num_threads = 2,
+                   .plan = {.batch_invariant = true, .fixed_split_tokens = std::numeric_limits<std::int32_t>::max()}});
+  const StepSpec spec{.params = params, .q_dtype = DType::kFloat32, .kv_dtype = DType::kFloat32};
+  for (const std::int32_t page_size : {1, 7, 16}) {
+    EXPECT_NO_THROW(workspace->plan_decode(table_of(2, 100, page_size), spec)) << page_size;
   }
 }
 

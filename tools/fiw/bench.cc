@@ -240,7 +240,7 @@ int run_bench(const BenchOptions& options) {
   }
   results["planning"] = bench_planning(options.device, options.threads, options.min_time / 10.0);
   if (options.json) {
-    std::cout << results.dump(2) << '\n';
+    print_json(results);
   } else {
     print(results);
   }

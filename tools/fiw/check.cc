@@ -450,7 +450,7 @@ int run_check(const CheckOptions& options) {
   }
   if (results.empty()) throw UsageError(fmt::format("--filter '{}' matches no case", options.filter));
   if (options.json) {
-    std::cout << nlohmann::json{{"seed", options.seed}, {"failures", failures}, {"cases", results}}.dump(2) << '\n';
+    print_json({{"seed", options.seed}, {"failures", failures}, {"cases", results}});
   } else {
     table.print(std::cout);
     std::cout << fmt::format("{} cases, {} wrong (seed {})\n", results.size(), failures, options.seed);
@@ -464,7 +464,7 @@ void add_check_command(CLI::App& app, int& exit_code) {
   CLI::App& check = *app.add_subcommand("check", "Compare a battery of shapes with the reference on this machine");
   check.description(kCheckHelp);
   const auto options = std::make_shared<CheckOptions>();
-  check.add_option("--seed", options->seed, "Seed of the random inputs")->type_name("N");
+  add_number_flag(check, "--seed", options->seed, "Seed of the random inputs");
   check.add_option("--filter", options->filter, "Only cases whose name contains TEXT, such as 'prefill' or 'D128'")
       ->type_name("TEXT");
   add_device_flag(check, options->device);

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -54,6 +55,15 @@ OwnedKvCache::OwnedKvCache(DType dtype, std::int64_t num_pages, std::int32_t pag
       view(KvCache::contiguous(k.data(), v.data(), dtype, layout, num_pages, page_size, num_kv_heads, head_dim)) {
   k.poison();
   v.poison();
+}
+
+void check_memory(const std::string& what, double bytes) {
+  const double held = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  if (bytes <= held) return;
+  Error error(Status::kOutOfMemory, Reason::kAllocation,
+              fmt::format("{} takes {:.1f} GB, this machine has {:.1f} GB of memory", what, bytes / 1e9, held / 1e9));
+  if (bytes < 0x1p63) error.needs(static_cast<std::size_t>(bytes));
+  throw error;
 }
 
 std::unique_ptr<FlashInferWorkspace> open_workspace(int device, const WorkspaceOptions& options) {

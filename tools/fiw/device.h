@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "fiw/types.h"
 #include "fiw/workspace.h"
@@ -55,6 +56,10 @@ struct OwnedKvCache {
   Buffer v;
   KvCache view;
 };
+
+/// Throws fiw::Error (kOutOfMemory), naming both figures, when this machine has less memory than `bytes`, which `what`
+/// takes. Without this, a request for far too much is granted and fails only when the memory is touched.
+void check_memory(const std::string& what, double bytes);
 
 /// A workspace on `device`. Throws fiw::Error (kUnavailable) where `create` gives null.
 std::unique_ptr<FlashInferWorkspace> open_workspace(int device, const WorkspaceOptions& options);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <limits>
 
 namespace fiw::cli {
 namespace {
@@ -22,7 +23,33 @@ std::int32_t positive(std::string_view text) {
   return error == std::errc() && end == text.data() + text.size() ? std::max(value, 0) : 0;
 }
 
+template <class Integer>
+void add_number(CLI::App& app, const std::string& flag, Integer& value, const std::string& help) {
+  app.add_option_function<std::string>(
+         flag,
+         [&value, flag](const std::string& text) {
+           Integer given = 0;
+           const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), given);
+           if (error != std::errc() || end != text.data() + text.size() || given < Integer{0}) {
+             throw CLI::ValidationError(flag, fmt::format("'{}' is not a whole number from 0 to {}", text,
+                                                          std::numeric_limits<Integer>::max()));
+           }
+           value = given;
+         },
+         help)
+      ->type_name("N")
+      ->default_str(fmt::format("{}", value));
+}
+
 }  // namespace
+
+void add_number_flag(CLI::App& app, const std::string& flag, std::int64_t& value, const std::string& help) {
+  add_number(app, flag, value, help);
+}
+
+void add_number_flag(CLI::App& app, const std::string& flag, std::uint64_t& value, const std::string& help) {
+  add_number(app, flag, value, help);
+}
 
 void add_heads_flag(CLI::App& app, HeadCounts& heads) {
   app.add_option_function<std::string>(

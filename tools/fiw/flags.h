@@ -19,6 +19,9 @@ struct HeadCounts {
 void add_heads_flag(CLI::App& app, HeadCounts& heads);
 /// "bf16", "fp16", "fp32", and for caches also "fp8_e4m3" and "fp8_e5m2".
 void add_dtype_flag(CLI::App& app, const std::string& flag, DType& dtype, bool cache, const std::string& help);
+/// A whole number in decimal digits, from 0 to what `value` holds.
+void add_number_flag(CLI::App& app, const std::string& flag, std::int64_t& value, const std::string& help);
+void add_number_flag(CLI::App& app, const std::string& flag, std::uint64_t& value, const std::string& help);
 void add_head_dim_flag(CLI::App& app, std::int32_t& head_dim);
 void add_device_flag(CLI::App& app, int& device);
 void add_threads_flag(CLI::App& app, std::int32_t& threads);

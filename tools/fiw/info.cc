@@ -87,7 +87,7 @@ void add_info_command(CLI::App& app, int& exit_code) {
   info.callback([json, &exit_code] {
     const nlohmann::json collected = collect();
     if (*json) {
-      std::cout << collected.dump(2) << '\n';
+      print_json(collected);
     } else {
       print(collected);
     }

@@ -1,6 +1,7 @@
 // Which KV-cache pages are in use, by how many requests, and which hold a prompt prefix worth keeping.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -37,6 +38,8 @@ struct PageKey {
 class PagePool {
  public:
   explicit PagePool(std::int32_t num_pages);
+  /// What the accounts of one page take, without those of its prefix.
+  static constexpr std::size_t bytes_per_page() noexcept { return sizeof(Page) + sizeof(std::int32_t); }
 
   /// A page with one reference. Precondition: available() > 0.
   std::int32_t allocate();

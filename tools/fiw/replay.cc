@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
+#include "device.h"
 #include "engine.h"
 #include "fiw/error.h"
 #include "flags.h"
@@ -91,6 +92,28 @@ SchedulerTotals rehearse(const Trace& trace, const SchedulerOptions& options) {
   ScheduledStep step;
   while (scheduler.next(step)) scheduler.finish(step);
   return scheduler.totals();
+}
+
+/// Refuses what this machine's memory cannot hold before anything is made; page sizes and counts multiply quickly.
+void check_memory_of(const ReplayOptions& options) {
+  const SchedulerOptions& batching = options.batching;
+  const double pages = batching.num_pages;
+  const double accounts = pages * static_cast<double>(PagePool::bytes_per_page());
+  if (options.simulate) {
+    check_memory(fmt::format("the accounts of {} pages", batching.num_pages), accounts);
+    return;
+  }
+  const double token = 2.0 * options.heads.kv * options.head_dim;  // K and V
+  const double cache = options.engine.layers * pages * batching.page_size * token *
+                       static_cast<double>(size_of(options.engine.kv_dtype));
+  const double row = (2.0 * options.heads.qo * options.head_dim + token) *  // q, out, new k and v
+                         static_cast<double>(size_of(options.engine.dtype)) +
+                     options.heads.qo * sizeof(float);
+  check_memory(fmt::format("a cache of {} layers, {} pages of {} tokens, {} KV heads of {} {} elements, with steps of "
+                           "{} tokens,",
+                           options.engine.layers, batching.num_pages, batching.page_size, options.heads.kv,
+                           options.head_dim, short_name(options.engine.kv_dtype), batching.token_budget),
+               cache + batching.token_budget * row + 2.0 * accounts);  // the rehearsal has accounts of its own
 }
 
 void run_steps(Scheduler& scheduler, Engine& engine, RowCheck* check, ChromeTrace* chrome,
@@ -239,6 +262,7 @@ void print_table(const ReplayOptions& options, const nlohmann::json& r) {
 }
 
 int run_replay(ReplayOptions options) {
+  check_memory_of(options);
   std::size_t in_file = 0;
   const Trace trace = load(options, in_file);
   options.batching.seed = options.engine.seed;
@@ -275,7 +299,7 @@ int run_replay(ReplayOptions options) {
     if (!ok) fmt::print(stderr, "verify: out of tolerance, first in {}\n", check.first_failure());
   }
   if (options.json) {
-    std::cout << results.dump(2) << '\n';
+    print_json(results);
   } else {
     print_table(options, results);
   }
@@ -289,9 +313,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   replay.description(kReplayHelp);
   const auto options = std::make_shared<ReplayOptions>();
   replay.add_option("TRACE", options->trace, "Trace file")->required();
-  replay.add_option("--requests", options->requests, "Replay only the first N requests; 0: all")
-      ->check(CLI::NonNegativeNumber)
-      ->type_name("N");
+  add_number_flag(replay, "--requests", options->requests, "Replay only the first N requests; 0: all");
 
   replay.option_defaults()->group("Model");
   replay.add_option("--layers", options->engine.layers, "Layers, each with its own KV cache")
@@ -321,10 +343,9 @@ void add_replay_command(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(0.0, 1.0))
       ->type_name("P");
   replay.option_defaults()->group("Run");
-  replay.add_option("--verify", options->verify, "Recompute N random output rows; exit 1 if one is out of tolerance")
-      ->check(CLI::NonNegativeNumber)
-      ->type_name("N");
-  replay.add_option("--seed", options->engine.seed, "Seed of all made-up data")->type_name("N");
+  add_number_flag(replay, "--verify", options->verify,
+                  "Recompute N random output rows; exit 1 if one is out of tolerance");
+  add_number_flag(replay, "--seed", options->engine.seed, "Seed of all made-up data");
   add_device_flag(replay, options->engine.device);
   add_threads_flag(replay, options->engine.threads);
   replay.add_flag("--simulate", options->simulate, "Schedule only: no attention, no cache memory");

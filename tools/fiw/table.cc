@@ -4,7 +4,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <ostream>
+#include <iostream>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 
 namespace fiw::cli {
@@ -35,6 +36,10 @@ void Table::print(std::ostream& out) const {
   };
   if (titled) print_row([&](std::size_t c) { return columns_[c].title; });
   for (const auto& row : rows_) print_row([&](std::size_t c) { return row[c]; });
+}
+
+void print_json(const nlohmann::json& results) {
+  std::cout << results.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }
 
 }  // namespace fiw::cli

@@ -1,8 +1,9 @@
-// Aligned tables for people to read.
+// Results on stdout: aligned tables for people to read, JSON for programs.
 #pragma once
 
 #include <cstdint>
 #include <iosfwd>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -27,5 +28,8 @@ class Table {
   std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
 };
+
+/// Results as JSON on stdout. Bytes that are not UTF-8, as a file's name may hold, become replacement characters.
+void print_json(const nlohmann::json& results);
 
 }  // namespace fiw::cli
