@@ -25,7 +25,7 @@ std::int32_t stream_qo_len(const AttentionParams& params) {
 std::size_t thread_bytes(KernelFamily family, const StepSpec& spec, std::int32_t max_qo_len) {
   if (family == KernelFamily::kCpuTile) return cpu::TileScratch(spec.params).bytes;
   const std::int32_t qo_len = std::min(max_qo_len, stream_qo_len(spec.params));
-  return cpu::StreamScratch(spec.params, spec.kv_dtype, qo_len).bytes;
+  return cpu::StreamScratch(spec.params, qo_len).bytes;
 }
 
 cpu::Schedule schedule_of(const ScheduleShape& shape, const std::byte* base) {

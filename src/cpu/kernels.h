@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/schedule.h"
+#include "cpu/fetch.h"
 #include "cpu/job.h"
 
 namespace fiw::cpu {
@@ -23,29 +24,25 @@ inline constexpr std::int32_t kStreamMaxRows = 32;
 
 /// Offsets into a thread's scratch for the few-row kernel.
 struct StreamScratch {
-  std::int32_t block = 0;   ///< keys a step
-  std::size_t q = 0;        ///< float [num_kv_heads, padded rows, head_dim_qk], scaled
-  std::size_t acc = 0;      ///< float [num_kv_heads, padded rows, head_dim_vo]
-  std::size_t top = 0;      ///< float [num_kv_heads, tiles, 4], highest logits so far
-  std::size_t sum = 0;      ///< float [num_kv_heads, tiles, 4], sums of weights
-  std::size_t logits = 0;   ///< float [block, 4] and room behind, of one tile
-  std::size_t offsets = 0;  ///< int64 [2 (this block, the next), 2 (K, V), block]
-  std::size_t k_ahead = 0;  ///< pointers [num_kv_heads, block] and room behind, rows to fetch
-  std::size_t v_ahead = 0;
-  std::size_t visible = 0;  ///< uint64 [query tokens], a bit a key of the block
+  std::size_t q = 0;            ///< float [num_kv_heads, padded rows, head_dim_qk], scaled
+  std::size_t acc = 0;          ///< float [num_kv_heads, padded rows, head_dim_vo]
+  std::size_t top = 0;          ///< float [num_kv_heads, tiles, 4], highest logits so far
+  std::size_t sum = 0;          ///< float [num_kv_heads, tiles, 4], sums of weights
+  std::size_t logits = 0;       ///< float [num_kv_heads, padded rows, kLogits]
+  std::size_t added = 0;        ///< bool [num_kv_heads, tiles]
+  std::size_t offsets = 0;      ///< int64 [2 (this block, the next), 2 (K, V), kBlock]
+  std::size_t ahead = 0;        ///< MemoryRun [2 (this block, the next), 2 (K, V), num_kv_heads * kBlock], to fetch
+  std::size_t spare_ahead = 0;  ///< as ahead
+  std::size_t visible = 0;      ///< uint64 [query tokens], a bit a key of the block
   std::size_t bytes = 0;
 
-  /// Keys are taken a few at a time, so arrays over them have room for some that do not exist.
-  static constexpr std::int32_t kSpareKeys = 8;
+  static constexpr std::int32_t kStep = 24;    ///< keys that every tile can take, each so many at once
+  static constexpr std::int32_t kBlock = 48;   ///< keys between two looks at the softmax
+  static constexpr std::int32_t kLogits = 64;  ///< a row's logits of a block, and room for keys that do not exist
   /// Tiles have 1, 2 or 4 rows.
   static constexpr std::int32_t padded(std::int32_t rows) noexcept { return rows % 4 == 3 ? rows + 1 : rows; }
 
-  StreamScratch(const AttentionParams& params, DType kv_dtype, std::int32_t max_qo_len) noexcept {
-    // A block of all heads and the one being fetched share the second-level cache.
-    constexpr std::int64_t kBlockBytes = 96 << 10;
-    const std::int64_t token_bytes = std::int64_t{params.num_kv_heads} * (params.head_dim_qk + params.head_dim_vo) *
-                                     static_cast<std::int64_t>(size_of(kv_dtype));
-    block = static_cast<std::int32_t>(std::clamp<std::int64_t>(kBlockBytes / token_bytes / 8 * 8, 8, 64));
+  StreamScratch(const AttentionParams& params, std::int32_t max_qo_len) noexcept {
     const auto place = [this](std::size_t count, std::size_t element) {
       const std::size_t offset = bytes;
       bytes += align_scratch(count * element);
@@ -58,10 +55,11 @@ struct StreamScratch {
     acc = place(row_slots * params.head_dim_vo, sizeof(float));
     top = place(heads * rows * 4, sizeof(float));
     sum = place(heads * rows * 4, sizeof(float));
-    logits = place(std::size_t{4} * (block + kSpareKeys), sizeof(float));
-    offsets = place(std::size_t{4} * block, sizeof(std::int64_t));
-    k_ahead = place(heads * block + kSpareKeys, sizeof(void*));
-    v_ahead = place(heads * block + kSpareKeys, sizeof(void*));
+    logits = place(row_slots * kLogits, sizeof(float));
+    added = place(heads * rows, sizeof(bool));
+    offsets = place(std::size_t{4} * kBlock, sizeof(std::int64_t));
+    ahead = place(heads * kBlock * 4, sizeof(MemoryRun));
+    spare_ahead = place(heads * kBlock * 4, sizeof(MemoryRun));
     visible = place(static_cast<std::size_t>(max_qo_len), sizeof(std::uint64_t));
   }
 };

@@ -8,6 +8,7 @@
 #define FIW_CPU_SIMD_INL_H_
 #endif
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -88,6 +89,43 @@ HWY_INLINE hn::Vec<D> load(D d, const typename Element::Raw* from) {
 #else
     return decode<Element>(d, hn::PromoteTo(du, hn::LoadU(dn, from)));
 #endif
+  }
+}
+
+/// Whether vectors are filled with the even, then the odd elements of twice as many, which are had without moving lanes.
+template <class Element>
+inline constexpr bool kSplitsPairs = std::is_same_v<Element, BFloat16> && HWY_TARGET != HWY_SCALAR;
+
+/// Half of 2 * Lanes(d) elements in pair order: as they lie, unless pairs are split.
+template <class Element, int kHalf, class D>
+HWY_INLINE hn::Vec<D> load_half(D d, const typename Element::Raw* from) {
+  if constexpr (kSplitsPairs<Element>) {
+    const hn::RebindToUnsigned<D> du;
+    const auto both = hn::BitCast(du, hn::LoadU(hn::Repartition<std::uint16_t, D>(), from));
+    return hn::BitCast(d, kHalf == 0 ? hn::ShiftLeft<16>(both) : hn::And(both, hn::Set(du, 0xFFFF0000U)));
+  } else {
+    return load<Element>(d, from + kHalf * static_cast<int>(hn::MaxLanes(D())));
+  }
+}
+
+/// Brings a row from the order of its elements to pair order, or back.
+template <class Element, bool kBack, class D>
+void reorder_pairs(D /*d*/, std::int32_t count, float* row) {
+  if constexpr (kSplitsPairs<Element>) {
+    constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
+    for (std::int32_t c = 0; c + 2 * kLanes <= count; c += 2 * kLanes) {
+      float from[2 * kLanes];
+      std::copy_n(row + c, 2 * kLanes, from);
+      for (std::int32_t i = 0; i < kLanes; ++i) {
+        for (std::int32_t odd = 0; odd < 2; ++odd) {
+          if constexpr (kBack) {
+            row[c + 2 * i + odd] = from[odd * kLanes + i];
+          } else {
+            row[c + odd * kLanes + i] = from[2 * i + odd];
+          }
+        }
+      }
+    }
   }
 }
 

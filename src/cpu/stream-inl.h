@@ -1,4 +1,5 @@
-// The few-row kernel: streams one chunk of one request's keys once, for all heads, block by block.
+// The few-row kernel: streams one chunk of one request's keys and values once, for all heads, in the order in which
+// they lie in memory, block by block.
 #if defined(FIW_CPU_STREAM_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FIW_CPU_STREAM_INL_H_
 #undef FIW_CPU_STREAM_INL_H_
@@ -10,6 +11,7 @@
 #include <bit>
 #include <cstring>
 
+#include "cpu/fetch.h"
 #include "cpu/finish-inl.h"
 #include "cpu/job.h"
 #include "cpu/kernels.h"
@@ -85,103 +87,116 @@ inline constexpr int kKeysAtOnce = kRows == 4   ? 3
                                    : kRows == 2 ? 4
                                                 : 8;
 
-/// Bytes that a request to memory brings.
-inline constexpr std::int32_t kLineBytes = 64;
+/// How far ahead of its use memory is requested.
+inline constexpr std::int32_t kFetchBytes = 32 << 10;
 
-template <class Raw>
-HWY_INLINE void prefetch(const Raw* from) {
-  __builtin_prefetch(from, 0, 2);
-}
+/// Elements of a line.
+template <class Element>
+inline constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
 
-/// Logits of kRows rows with the keys that `k` points at, key by key. Meanwhile the rows that `ahead` points at are
-/// fetched.
+/// Logits of kRows rows, in pair order, with the keys that `k` points at, key by key. Meanwhile as many lines
+/// are fetched as these keys have.
 template <class Element, int kRows, class D>
 HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
-                         const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>],
-                         const typename Element::Raw* const* HWY_RESTRICT ahead, float* HWY_RESTRICT logits) {
+                         const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>], Fetch& fetch,
+                         float* HWY_RESTRICT logits) {
   constexpr int kKeys = kKeysAtOnce<kRows>;
-  constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
+  constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
+  constexpr std::int32_t kStep = std::max(kLine<Element>, 2 * kLanes);
   hn::Vec<D> sums[kKeys * kRows];
   HWY_UNROLL(12)
   for (int i = 0; i < kKeys * kRows; ++i) sums[i] = hn::Zero(d);
-  for (std::int32_t line = 0; line < dim; line += kLine) {
+  const auto add = [&](const hn::Vec<D>(&keys)[kKeys], std::int32_t c) HWY_ATTR {
+    HWY_UNROLL(4)
+    for (int r = 0; r < kRows; ++r) {
+      const auto row = hn::LoadU(d, q + r * dim + c);
+      HWY_UNROLL(8)
+      for (int t = 0; t < kKeys; ++t) sums[t * kRows + r] = hn::MulAdd(keys[t], row, sums[t * kRows + r]);
+    }
+  };
+  const auto add_pair = [&](std::int32_t c) HWY_ATTR {
+    hn::Vec<D> keys[kKeys];
     HWY_UNROLL(8)
-    for (int t = 0; t < kKeys; ++t) prefetch(ahead[t] + line);
-    const std::int32_t end = std::min(line + kLine, dim);
-    for (std::int32_t c = line; c < end; c += static_cast<std::int32_t>(hn::Lanes(d))) {
-      if constexpr (kRows == 4) {
-        hn::Vec<D> keys[kKeys];
-        HWY_UNROLL(8)
-        for (int t = 0; t < kKeys; ++t) keys[t] = load<Element>(d, k[t] + c);
-        HWY_UNROLL(4)
-        for (int r = 0; r < kRows; ++r) {
-          const auto row = hn::LoadU(d, q + r * dim + c);
-          HWY_UNROLL(8)
-          for (int t = 0; t < kKeys; ++t) sums[t * kRows + r] = hn::MulAdd(keys[t], row, sums[t * kRows + r]);
-        }
-      } else {
-        hn::Vec<D> rows[kRows];
-        HWY_UNROLL(4)
-        for (int r = 0; r < kRows; ++r) rows[r] = hn::LoadU(d, q + r * dim + c);
-        HWY_UNROLL(8)
-        for (int t = 0; t < kKeys; ++t) {
-          const auto key = load<Element>(d, k[t] + c);
-          HWY_UNROLL(4)
-          for (int r = 0; r < kRows; ++r) sums[t * kRows + r] = hn::MulAdd(key, rows[r], sums[t * kRows + r]);
-        }
-      }
+    for (int t = 0; t < kKeys; ++t) keys[t] = load_half<Element, 0>(d, k[t] + c);
+    add(keys, c);
+    HWY_UNROLL(8)
+    for (int t = 0; t < kKeys; ++t) keys[t] = load_half<Element, 1>(d, k[t] + c);
+    add(keys, c + kLanes);
+  };
+  Fetch ahead = fetch;  // in registers
+  std::int32_t c = 0;
+  for (; c + kStep <= dim; c += kStep) {
+    HWY_UNROLL(16)
+    for (std::int32_t i = 0; i < kStep; i += 2 * kLanes) add_pair(c + i);
+    HWY_UNROLL(16)
+    for (std::int32_t i = 0; i < kStep / kLine<Element> * kKeys; ++i) ahead();
+  }
+  if (c < dim) {
+    HWY_UNROLL(8)
+    for (int t = 0; t < kKeys; ++t) ahead();
+    for (; c + 2 * kLanes <= dim; c += 2 * kLanes) add_pair(c);
+    if (c < dim) {
+      hn::Vec<D> keys[kKeys];
+      HWY_UNROLL(8)
+      for (int t = 0; t < kKeys; ++t) keys[t] = load<Element>(d, k[t] + c);
+      add(keys, c);
     }
   }
+  fetch = ahead;
   HWY_UNROLL(4)
   for (int i = 0; i < kKeys * kRows; i += 4) {
     sum_lanes(d, sums[i], sums[i + 1], sums[i + 2], sums[i + 3], logits + i);
   }
 }
 
-/// acc = acc * decay + sum over keys of weight * value, for kVectors vectors of elements that start at element `first`.
-/// With kFetch, the lines at that element of the rows that `ahead` points at are fetched.
-template <class Element, int kRows, int kVectors, bool kFetch, class D>
+/// acc += sum over keys of weight * value, for kVectors vectors in pair order that start at element
+/// `first`. Meanwhile as many lines are fetched as these values fill.
+template <class Element, int kRows, int kVectors, class D>
 HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t stride, std::int32_t count,
                            const typename Element::Raw* v, const std::int64_t* HWY_RESTRICT offsets,
-                           const float* HWY_RESTRICT decay, float* HWY_RESTRICT acc, std::int32_t dim,
-                           std::int32_t first, const typename Element::Raw* const* HWY_RESTRICT ahead) {
-  constexpr int kLanes = static_cast<int>(hn::MaxLanes(D()));
-  constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
-  // Strips narrower than a line share it: each fetches it for some of the keys.
+                           float* HWY_RESTRICT acc, std::int32_t dim, std::int32_t first, Fetch& fetch) {
+  constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
   constexpr std::int32_t kWidth = kVectors * kLanes;
-  constexpr std::int32_t kShare = std::max(kLine / kWidth, 1);
-  [[maybe_unused]] const std::int32_t share = first / kWidth % kShare;
+  constexpr std::int32_t kTurn = std::max(kLine<Element> / kWidth, 4);  // keys that fill whole lines
   v += first;
   acc += first;
   hn::Vec<D> sums[kRows * kVectors];
   HWY_UNROLL(4)
   for (int r = 0; r < kRows; ++r) {
-    const auto factor = hn::Set(d, decay[r]);
     HWY_UNROLL(8)
-    for (int c = 0; c < kVectors; ++c) {
-      sums[r * kVectors + c] = hn::Mul(hn::LoadU(d, acc + r * dim + c * kLanes), factor);
-    }
+    for (int c = 0; c < kVectors; ++c) sums[r * kVectors + c] = hn::LoadU(d, acc + r * dim + c * kLanes);
   }
-  for (std::int32_t t = 0; t < count; ++t, weights += stride) {
+  const auto add = [&](std::int32_t t) HWY_ATTR {
     const auto* from = v + offsets[t];
-    if constexpr (kFetch) {
-      HWY_UNROLL(8)
-      for (std::int32_t line = 0; line < kWidth; line += kLine) {
-        if (t % kShare == share) prefetch(ahead[t] + first + line);
+    hn::Vec<D> values[kVectors];
+    if constexpr (kVectors == 1) {
+      values[0] = load<Element>(d, from);
+    } else {
+      HWY_UNROLL(4)
+      for (int c = 0; c < kVectors; c += 2) {
+        values[c] = load_half<Element, 0>(d, from + c * kLanes);
+        values[c + 1] = load_half<Element, 1>(d, from + c * kLanes);
       }
     }
-    hn::Vec<D> values[kVectors];
-    HWY_UNROLL(8)
-    for (int c = 0; c < kVectors; ++c) values[c] = load<Element>(d, from + c * kLanes);
     HWY_UNROLL(4)
     for (int r = 0; r < kRows; ++r) {
-      const auto weight = hn::Set(d, weights[r]);
+      const auto weight = hn::Set(d, weights[t * stride + r]);
       HWY_UNROLL(8)
       for (int c = 0; c < kVectors; ++c) {
         sums[r * kVectors + c] = hn::MulAdd(values[c], weight, sums[r * kVectors + c]);
       }
     }
+  };
+  Fetch ahead = fetch;  // in registers
+  std::int32_t t = 0;
+  for (; t + kTurn <= count; t += kTurn) {
+    HWY_UNROLL(8)
+    for (std::int32_t i = 0; i < kTurn; ++i) add(t + i);
+    HWY_UNROLL(8)
+    for (std::int32_t i = 0; i < kTurn * kWidth / kLine<Element>; ++i) ahead();
   }
+  for (; t < count; ++t) add(t);
+  fetch = ahead;
   HWY_UNROLL(4)
   for (int r = 0; r < kRows; ++r) {
     HWY_UNROLL(8)
@@ -189,23 +204,22 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
   }
 }
 
-/// As add_values for whole rows of `dim` elements; `ahead` null: nothing is fetched.
+/// As add_values for whole rows of `dim` elements.
 template <class Element, int kRows, class D>
 HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride, std::int32_t count,
-                                 const typename Element::Raw* v, const std::int64_t* offsets, const float* decay,
-                                 float* acc, std::int32_t dim, const typename Element::Raw* const* ahead) {
+                                 const typename Element::Raw* v, const std::int64_t* offsets, float* acc,
+                                 std::int32_t dim, Fetch& fetch) {
   constexpr int kVectors = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
   const auto add = [&](auto vectors, std::int32_t c) {
-    if (ahead != nullptr) {
-      add_values<Element, kRows, vectors(), true>(d, weights, stride, count, v, offsets, decay, acc, dim, c, ahead);
-    } else {
-      add_values<Element, kRows, vectors(), false>(d, weights, stride, count, v, offsets, decay, acc, dim, c, ahead);
-    }
+    add_values<Element, kRows, vectors()>(d, weights, stride, count, v, offsets, acc, dim, c, fetch);
   };
   std::int32_t c = 0;
   for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) add(std::integral_constant<int, kVectors>(), c);
-  for (; c < dim; c += kLanes) add(std::integral_constant<int, 1>(), c);
+  if constexpr (kVectors > 2) {
+    for (; c + 2 * kLanes <= dim; c += 2 * kLanes) add(std::integral_constant<int, 2>(), c);
+  }
+  if (c < dim) add(std::integral_constant<int, 1>(), c);
 }
 
 /// Turns a tile's logits into weights in place; `top`, `sum` and `decay` hold four lanes in the rows' pattern. `decay`
@@ -284,51 +298,133 @@ struct Stream {
     return (std::int64_t{kv_head} * tiles() + row / kTileRows) * 4;
   }
 
-  /// Rows first_row .. first_row + kRows - 1 of one KV head over one block.
-  template <int kRows, class D>
-  HWY_NOINLINE void tile(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row) const {
-    constexpr int kKeys = kKeysAtOnce<kRows>;
-    const std::int32_t dim_qk = job.params.head_dim_qk;
-    const std::int32_t dim_vo = job.params.head_dim_vo;
-    const float* q = at<float>(layout.q) + row_slot(kv_head, first_row) * dim_qk;
-    float* acc = at<float>(layout.acc) + row_slot(kv_head, first_row) * dim_vo;
-    float* logits = at<float>(layout.logits);
-    const Raw* k = head(job.k, kv_head);
-    const Raw* v = head(job.v, kv_head);
+  /// Of a tile's logits, which later are its weights: kRows of them a key.
+  float* logits(std::int32_t kv_head, std::int32_t row) const {
+    return at<float>(layout.logits) + row_slot(kv_head, row) * StreamScratch::kLogits;
+  }
+  /// Whether a tile's values have been added apart from the others'.
+  bool& added(std::int32_t kv_head, std::int32_t row) const {
+    return at<bool>(layout.added)[tile_slot(kv_head, row) / 4];
+  }
 
-    // Each head's turn fetches its share of the next block, once.
-    const bool fetch = first_row == 0;
-    const Raw* const* k_ahead = at<const Raw*>(layout.k_ahead) + std::int64_t{kv_head} * block.count;
-    const Raw* const* v_ahead = at<const Raw*>(layout.v_ahead) + std::int64_t{kv_head} * block.count;
-    for (std::int32_t t = 0; t < block.count; t += kKeys) {
-      const Raw* keys[kKeys];
-      HWY_UNROLL(8)
-      for (int i = 0; i < kKeys; ++i) keys[i] = k + block.k_offsets[std::min(t + i, block.count - 1)];
-      dot_keys<Element, kRows>(d, q, dim_qk, keys, fetch ? k_ahead + t : keys, logits + t * kRows);
+  /// Calls f(std::integral_constant<int, rows>, first row) for each tile of a KV head.
+  template <class F>
+  HWY_INLINE void for_each_tile(const F& f) const {
+    for (std::int32_t row = 0; row < rows; row += kTileRows) {
+      const std::int32_t left = rows - row;
+      if (kTileRows == 1 || left == 1) {
+        f(std::integral_constant<int, 1>(), row);
+      } else if (left == 2) {
+        f(std::integral_constant<int, 2>(), row);
+      } else {
+        f(std::integral_constant<int, 4>(), row);
+      }
     }
+  }
 
-    const std::uint64_t* visible = at<std::uint64_t>(layout.visible);
-    const std::int32_t live = std::min(kRows, rows - first_row);
-    const bool seen_by_all = shape_logits<kRows>(d, block, kv_head, first_row, live, logits);
-    alignas(64) float decay[4];
-    const std::int64_t lanes = tile_slot(kv_head, first_row);
-    weigh_rows<kRows>(d, logits, block.count, at<float>(layout.top) + lanes, at<float>(layout.sum) + lanes, decay);
-    if (seen_by_all) {
-      add_value_rows<Element, kRows>(d, logits, kRows, block.count, v, block.v_offsets, decay, acc, dim_vo,
-                                     fetch ? v_ahead : nullptr);
-      return;
+  /// Calls f(KV head, first key) for `step` keys at a time, in the order in which `array` lies in memory.
+  template <class F>
+  HWY_INLINE void walk(const TokenArray& array, std::int32_t count, std::int32_t step, const F& f) const {
+    const std::int32_t heads = job.params.num_kv_heads;
+    if (array.stride.token >= array.stride.head) {
+      for (std::int32_t t = 0; t < count; t += step) {
+        for (std::int32_t h = 0; h < heads; ++h) f(h, t);
+      }
+    } else {
+      for (std::int32_t h = 0; h < heads; ++h) {
+        for (std::int32_t t = 0; t < count; t += step) f(h, t);
+      }
     }
-    // A hidden value may be NaN or infinite, so it must not even be multiplied by 0: row by row, run by run.
+  }
+
+  /// The logits of all tiles.
+  template <class D>
+  HWY_NOINLINE void dot_block(D d, const Block& block, Fetch& fetch) const {
+    const std::int32_t dim = job.params.head_dim_qk;
+    // All tiles take as many keys at once, or else a number that suits them all.
+    const std::int32_t step = rows == 1                              ? kKeysAtOnce<1>
+                              : rows == 2                            ? kKeysAtOnce<2>
+                              : StreamScratch::padded(rows) % 4 == 0 ? 12
+                                                                     : StreamScratch::kStep;
+    Fetch idle(cached());
+    walk(job.k, block.count, step, [&](std::int32_t h, std::int32_t first) {
+      const Raw* k = head(job.k, h);
+      const std::int32_t end = std::min(first + step, block.count);
+      for_each_tile([&](auto tile_rows, std::int32_t row) {
+        constexpr int kRows = tile_rows();
+        constexpr int kKeys = kKeysAtOnce<kRows>;
+        const float* q = at<float>(layout.q) + row_slot(h, row) * dim;
+        for (std::int32_t t = first; t < end; t += kKeys) {
+          const Raw* keys[kKeys];
+          HWY_UNROLL(8)
+          for (int i = 0; i < kKeys; ++i) keys[i] = k + block.k_offsets[std::min(t + i, block.count - 1)];
+          dot_keys<Element, kRows>(d, q, dim, keys, row == 0 ? fetch : idle, logits(h, row) + t * kRows);
+        }
+      });
+    });
+  }
+
+  /// Turns logits into weights, and adds the values of the tiles whose rows see different keys.
+  template <class D>
+  HWY_NOINLINE void weigh_block(D d, const Block& block, Fetch& fetch) const {
+    const std::int32_t dim = job.params.head_dim_vo;
+    for (std::int32_t h = 0; h < job.params.num_kv_heads; ++h) {
+      for_each_tile([&](auto tile_rows, std::int32_t row) {
+        constexpr int kRows = tile_rows();
+        const std::int32_t live = std::min(kRows, rows - row);
+        float* weights = logits(h, row);
+        float* acc = at<float>(layout.acc) + row_slot(h, row) * dim;
+        const std::int64_t lanes = tile_slot(h, row);
+        alignas(64) float decay[4];
+        added(h, row) = !shape_logits<kRows>(d, block, h, row, live, weights);
+        weigh_rows<kRows>(d, weights, block.count, at<float>(layout.top) + lanes, at<float>(layout.sum) + lanes, decay);
+        for (int r = 0; r < live; ++r) {
+          if (decay[r] != 1.0F) widen_row<Float32>(d, acc + r * dim, dim, decay[r], acc + r * dim);
+        }
+        if (added(h, row)) {
+          add_seen_values(d, block, h, row, live, weights, kRows, acc);
+          // The fetching that goes with a head's values.
+          const std::int64_t lines = std::int64_t{block.count} * dim / kLine<Element>;
+          for (std::int64_t i = 0; row == 0 && i < lines; ++i) fetch();
+        }
+      });
+    }
+  }
+
+  /// A hidden value may be NaN or infinite, so it must not even be multiplied by 0: row by row, run by run.
+  template <class D>
+  void add_seen_values(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row, std::int32_t live,
+                       const float* weights, std::int32_t stride, float* acc) const {
+    const std::int32_t dim = job.params.head_dim_vo;
+    Fetch idle(cached());
     for (int r = 0; r < live; ++r) {
-      for (std::uint64_t bits = block.all() & visible[(first_row + r) / job.group]; bits != 0;) {
+      std::uint64_t bits = block.all() & at<std::uint64_t>(layout.visible)[(first_row + r) / job.group];
+      while (bits != 0) {
         const int begin = std::countr_zero(bits);
         const int count = std::countr_one(bits >> begin);
-        add_value_rows<Element, 1>(d, logits + begin * kRows + r, kRows, count, v, block.v_offsets + begin, &decay[r],
-                                   acc + std::int64_t{r} * dim_vo, dim_vo, nullptr);
-        decay[r] = 1.0F;
+        add_value_rows<Element, 1>(d, weights + begin * stride + r, stride, count, head(job.v, kv_head),
+                                   block.v_offsets + begin, acc + std::int64_t{r} * dim, dim, idle);
         bits = begin + count == 64 ? 0 : bits & ~std::uint64_t{0} << (begin + count);
       }
     }
+  }
+
+  /// The weighted values of the other tiles.
+  template <class D>
+  HWY_NOINLINE void add_block_values(D d, const Block& block, Fetch& fetch) const {
+    // The first-level cache is to keep these rows of V for all strips, though they be a power of two apart.
+    const std::int32_t step = job.v.stride.token >= job.v.stride.head ? 12 : StreamScratch::kStep;
+    const std::int32_t dim = job.params.head_dim_vo;
+    Fetch idle(cached());
+    walk(job.v, block.count, step, [&](std::int32_t h, std::int32_t t) {
+      for_each_tile([&](auto tile_rows, std::int32_t row) {
+        constexpr int kRows = tile_rows();
+        if (added(h, row)) return;
+        add_value_rows<Element, kRows>(d, logits(h, row) + t * kRows, kRows, std::min(step, block.count - t),
+                                       head(job.v, h), block.v_offsets + t,
+                                       at<float>(layout.acc) + row_slot(h, row) * dim, dim, row == 0 ? fetch : idle);
+      });
+    });
   }
 
   /// ALiBi, the soft cap, and minus infinity for what a row does not see. Returns whether all rows see all keys.
@@ -358,44 +454,43 @@ struct Stream {
     return seen_by_all;
   }
 
-  /// Lists the rows of the next block in the order in which they lie in memory, as many as this block has and a few
-  /// more; what the next block lacks is filled up with a row that is cached.
-  void plan_fetch(const TokenArray& array, const Block& block, std::int32_t next_count, const std::int64_t* offsets,
-                  const Raw** ahead) const {
+  const std::byte* cached() const { return at<const std::byte>(layout.logits); }
+
+  /// Appends to `runs` where rows of `dim` elements of a block lie, in the order of addresses; returns their end.
+  MemoryRun* list_runs(const TokenArray& array, std::int32_t dim, std::int32_t count, const std::int64_t* offsets,
+                       MemoryRun* runs) const {
     const std::int32_t heads = job.params.num_kv_heads;
-    const Raw** const end = ahead + std::int64_t{heads} * block.count + StreamScratch::kSpareKeys;
-    if (array.stride.token >= array.stride.head) {
-      for (std::int32_t t = 0; t < next_count; ++t) {
-        for (std::int32_t h = 0; h < heads; ++h) *ahead++ = head(array, h) + offsets[t];
+    MemoryRun* const begin = runs;
+    const auto append = [&](const Raw* from, std::int64_t elements) {
+      const auto* bytes = reinterpret_cast<const std::byte*>(from);
+      const auto* end = reinterpret_cast<const std::byte*>(from + elements);
+      if (runs != begin && runs[-1].end == bytes) {
+        runs[-1].end = end;
+      } else {
+        *runs++ = {bytes, end};
+      }
+    };
+    if (array.stride.head == dim) {
+      for (std::int32_t t = 0; t < count; ++t) append(head(array, 0) + offsets[t], std::int64_t{heads} * dim);
+    } else if (array.stride.token >= array.stride.head) {
+      for (std::int32_t t = 0; t < count; ++t) {
+        for (std::int32_t h = 0; h < heads; ++h) append(head(array, h) + offsets[t], dim);
       }
     } else {
       for (std::int32_t h = 0; h < heads; ++h) {
-        for (std::int32_t t = 0; t < next_count; ++t) *ahead++ = head(array, h) + offsets[t];
+        for (std::int32_t t = 0; t < count; ++t) append(head(array, h) + offsets[t], dim);
       }
     }
-    std::fill(ahead, end, at<const Raw>(layout.logits));
+    return runs;
   }
 
-  template <class D>
-  void add_block(D d, const Block& block, const Block& next) const {
-    const std::int32_t heads = job.params.num_kv_heads;
-    plan_fetch(job.k, block, next.count, next.k_offsets, at<const Raw*>(layout.k_ahead));
-    plan_fetch(job.v, block, next.count, next.v_offsets, at<const Raw*>(layout.v_ahead));
-    for (std::int32_t p = 0; p < request.qo_len; ++p) {
-      at<std::uint64_t>(layout.visible)[p] = visible_bits(job, request, p, block.first, block.count);
-    }
-    for (std::int32_t h = 0; h < heads; ++h) {
-      for (std::int32_t row = 0; row < rows; row += kTileRows) {
-        const std::int32_t left = rows - row;
-        if (kTileRows == 1 || left == 1) {
-          tile<1>(d, block, h, row);
-        } else if (left == 2) {
-          tile<2>(d, block, h, row);
-        } else {
-          tile<4>(d, block, h, row);
-        }
-      }
-    }
+  /// Appends what a block reads, K then V, to what is left to fetch.
+  void extend(Fetch& fetch, const Block& block, std::size_t place) const {
+    auto* const runs = at<MemoryRun>(place);
+    MemoryRun* end = fetch.move_rest(runs);
+    end = list_runs(job.k, job.params.head_dim_qk, block.count, block.k_offsets, end);
+    end = list_runs(job.v, job.params.head_dim_vo, block.count, block.v_offsets, end);
+    fetch.resume(runs, end);
   }
 
   template <class D>
@@ -409,7 +504,9 @@ struct Stream {
           const auto* from = static_cast<const typename Query::Raw*>(job.q.data) +
                              (request.qo_begin + p) * job.q.row_stride + h * job.q.head_stride;
           const std::int64_t slot = row_slot(kv_head, p * job.group + h % job.group);
-          widen_row<Query>(d, from, dim, job.q_scale(kv_head), at<float>(layout.q) + slot * dim);
+          float* to = at<float>(layout.q) + slot * dim;
+          widen_row<Query>(d, from, dim, job.q_scale(kv_head), to);
+          reorder_pairs<Element, false>(d, dim, to);
         }
       }
     });
@@ -431,25 +528,39 @@ struct Stream {
 
     const KeyRange keys = job.chunk(request, 0, request.qo_len - 1, chunk);
     std::int64_t* offsets = at<std::int64_t>(layout.offsets);
-    std::int64_t* spare = offsets + 2 * layout.block;
+    std::int64_t* spare = offsets + 2 * StreamScratch::kBlock;
     const auto enter = [&](std::int32_t first) {
       std::swap(offsets, spare);
-      const std::int32_t count = std::min(keys.end - first, layout.block);
-      if (count > 0) job.token_offsets(request, first, count, offsets, offsets + layout.block);
-      return Block{first, count, offsets, offsets + layout.block};
+      const std::int32_t count = std::min(keys.end - first, StreamScratch::kBlock);
+      if (count > 0) job.token_offsets(request, first, count, offsets, offsets + StreamScratch::kBlock);
+      return Block{first, count, offsets, offsets + StreamScratch::kBlock};
     };
-    for (Block block = enter(keys.begin); block.count > 0;) {
+    Fetch fetch(cached());
+    std::size_t ahead = layout.ahead;
+    std::size_t spare_ahead = layout.spare_ahead;
+    Block block = enter(keys.begin);
+    if (block.count > 0) extend(fetch, block, ahead);
+    for (std::int32_t i = 0; i < kFetchBytes / kLineBytes; ++i) fetch();
+    while (block.count > 0) {
       const Block next = enter(block.first + block.count);
-      add_block(d, block, next);
+      std::swap(ahead, spare_ahead);
+      if (next.count > 0) extend(fetch, next, ahead);
+      for (std::int32_t p = 0; p < request.qo_len; ++p) {
+        at<std::uint64_t>(layout.visible)[p] = visible_bits(job, request, p, block.first, block.count);
+      }
+      dot_block(d, block, fetch);
+      weigh_block(d, block, fetch);
+      add_block_values(d, block, fetch);
       block = next;
     }
 
     for (std::int32_t h = 0; h < heads; ++h) {
       for (std::int32_t row = 0; row < rows; ++row) {
         const std::int64_t lane = tile_slot(h, row) + row % kTileRows;
-        finish_row(d, job, request, row / job.group, h * job.group + row % job.group, chunk, keys,
-                   at<float>(layout.acc) + row_slot(h, row) * job.params.head_dim_vo, at<float>(layout.top)[lane],
-                   at<float>(layout.sum)[lane]);
+        float* acc = at<float>(layout.acc) + row_slot(h, row) * job.params.head_dim_vo;
+        reorder_pairs<Element, true>(d, job.params.head_dim_vo, acc);
+        finish_row(d, job, request, row / job.group, h * job.group + row % job.group, chunk, keys, acc,
+                   at<float>(layout.top)[lane], at<float>(layout.sum)[lane]);
       }
     }
   }
@@ -459,7 +570,7 @@ template <class Element>
 void stream_item(const Job& job, std::int64_t item, std::byte* scratch) {
   const Request request = job.request(job.schedule.request_indices[item]);
   if (request.qo_len == 0) return;
-  const Stream<Element> stream{job, request, StreamScratch(job.params, job.kv_dtype, request.qo_len), scratch,
+  const Stream<Element> stream{job, request, StreamScratch(job.params, request.qo_len), scratch,
                                request.qo_len * job.group};
   const std::int32_t chunk = job.schedule.kv_tile_indices[item];
   if (job.params.head_dim_qk % hn::MaxLanes(Wide()) == 0 && job.params.head_dim_vo % hn::MaxLanes(Wide()) == 0) {
