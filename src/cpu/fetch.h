@@ -30,8 +30,11 @@ class Fetch {
     if (HWY_UNLIKELY(line_ >= end_)) advance();
   }
 
-  /// Copies the runs that are left to `to`, for more to be appended, and returns their end.
-  MemoryRun* move_rest(MemoryRun* to) const noexcept { return std::copy(next_, last_, to); }
+  /// Copies what is left of the list, the last `most` runs if there are more, to `to`, for more to be appended; returns
+  /// the end.
+  MemoryRun* move_rest(std::ptrdiff_t most, MemoryRun* to) const noexcept {
+    return std::copy(last_ - std::min(most, last_ - next_), last_, to);
+  }
   void resume(const MemoryRun* begin, const MemoryRun* end) noexcept {
     next_ = begin;
     last_ = end;

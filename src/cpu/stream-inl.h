@@ -484,13 +484,15 @@ struct Stream {
     return runs;
   }
 
-  /// Appends what a block reads, K then V, to what is left to fetch.
-  void extend(Fetch& fetch, const Block& block, std::size_t place) const {
+  /// Appends what a block reads, K then V, to what is left to fetch of the `most` runs before it. Returns how many runs
+  /// the block has.
+  std::ptrdiff_t extend(Fetch& fetch, const Block& block, std::ptrdiff_t most, std::size_t place) const {
     auto* const runs = at<MemoryRun>(place);
-    MemoryRun* end = fetch.move_rest(runs);
-    end = list_runs(job.k, job.params.head_dim_qk, block.count, block.k_offsets, end);
+    MemoryRun* const first = fetch.move_rest(most, runs);
+    MemoryRun* end = list_runs(job.k, job.params.head_dim_qk, block.count, block.k_offsets, first);
     end = list_runs(job.v, job.params.head_dim_vo, block.count, block.v_offsets, end);
     fetch.resume(runs, end);
+    return end - first;
   }
 
   template <class D>
@@ -539,12 +541,12 @@ struct Stream {
     std::size_t ahead = layout.ahead;
     std::size_t spare_ahead = layout.spare_ahead;
     Block block = enter(keys.begin);
-    if (block.count > 0) extend(fetch, block, ahead);
+    std::ptrdiff_t runs = extend(fetch, block, 0, ahead);
     for (std::int32_t i = 0; i < kFetchBytes / kLineBytes; ++i) fetch();
     while (block.count > 0) {
       const Block next = enter(block.first + block.count);
       std::swap(ahead, spare_ahead);
-      if (next.count > 0) extend(fetch, next, ahead);
+      runs = extend(fetch, next, runs, ahead);
       for (std::int32_t p = 0; p < request.qo_len; ++p) {
         at<std::uint64_t>(layout.visible)[p] = visible_bits(job, request, p, block.first, block.count);
       }

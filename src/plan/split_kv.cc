@@ -37,10 +37,8 @@ bool splittable(KernelFamily family, const WorkLoad& work, const SplitPolicy& po
   return policy.allow_split && !mismatched;
 }
 
-// Whole pages, as many as the tokens of a chunk fit 32 bits.
 std::int32_t fixed_chunk_pages(const WorkLoad& work, const SplitPolicy& policy) noexcept {
-  return std::min(ceil_div(policy.fixed_chunk_tokens, work.page_size),
-                  std::numeric_limits<std::int32_t>::max() / work.page_size);
+  return ceil_div(policy.fixed_chunk_tokens, work.page_size);
 }
 
 // Most tiles that `batch` requests with `rows` query tokens in all can have. A uniform batch always has as many.
