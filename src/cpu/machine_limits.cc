@@ -59,7 +59,8 @@ HWY_AFTER_NAMESPACE();
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <memory>
+#include <cstdlib>
+#include <new>
 
 namespace fiw {
 namespace cpu {
@@ -71,49 +72,48 @@ HWY_EXPORT(multiply_add);
 
 namespace {
 
-constexpr int kPasses = 5;
+constexpr std::int64_t kFloats = std::int64_t{64} << 20;
 
-// Most of `work(thread)`'s units a second over a few passes of all threads.
+// Units a second of `work(thread)` on all threads.
 template <class Work>
-double best_rate(std::int32_t threads, const Work& work) {
+double rate(std::int32_t threads, const Work& work) {
   std::atomic<float> sink{0.0F};  // the results have to go somewhere
-  double best = 0.0;
-  for (int pass = 0; pass < kPasses; ++pass) {
-    double units = 0.0;
-    const auto start = std::chrono::steady_clock::now();
+  double units = 0.0;
+  const auto start = std::chrono::steady_clock::now();
 #pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(+ : units)
-    for (std::int32_t thread = 0; thread < threads; ++thread) {
-      float result = 0.0F;
-      units += work(thread, result);
-      sink.store(result, std::memory_order_relaxed);
-    }
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    best = std::max(best, units / elapsed.count());
+  for (std::int32_t thread = 0; thread < threads; ++thread) {
+    float result = 0.0F;
+    units += work(thread, result);
+    sink.store(result, std::memory_order_relaxed);
   }
-  return best;
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  return units / elapsed.count();
 }
 
 }  // namespace
 
-double measure_read_bandwidth(std::int32_t threads) {
-  constexpr std::int64_t kFloats = std::int64_t{64} << 20;
-  const std::int64_t share = kFloats / threads / 128 * 128;
+LimitMeter::LimitMeter(std::int32_t threads) : threads_(threads) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  const std::unique_ptr<float, void (*)(void*)> memory(
-      static_cast<float*>(std::aligned_alloc(kHugePage, kFloats * sizeof(float))), &std::free);
-  if (memory == nullptr) return 0.0;
-  madvise(memory.get(), kFloats * sizeof(float), MADV_HUGEPAGE);
-  std::fill_n(memory.get(), kFloats, 1.0F);
-  return best_rate(threads, [&](std::int32_t thread, float& result) {
-    result = HWY_DYNAMIC_DISPATCH(cpu::read_floats)(memory.get() + thread * share, share);
+  memory_.reset(static_cast<float*>(std::aligned_alloc(kHugePage, kFloats * sizeof(float))));
+  if (memory_ == nullptr) throw std::bad_alloc();
+  madvise(memory_.get(), kFloats * sizeof(float), MADV_HUGEPAGE);
+  std::fill_n(memory_.get(), kFloats, 1.0F);
+}
+
+void LimitMeter::Free::operator()(float* memory) const noexcept { std::free(memory); }
+
+double LimitMeter::read_bandwidth() {
+  const std::int64_t share = kFloats / threads_ / 128 * 128;
+  return rate(threads_, [&](std::int32_t thread, float& result) {
+    result = HWY_DYNAMIC_DISPATCH(cpu::read_floats)(memory_.get() + thread * share, share);
     return static_cast<double>(share) * sizeof(float);
   });
 }
 
-double measure_fma_peak(std::int32_t threads) {
-  return best_rate(threads, [](std::int32_t, float& result) {
+double LimitMeter::fma_peak() {
+  return rate(threads_, [](std::int32_t, float& result) {
     std::int64_t operations = 0;
-    result = HWY_DYNAMIC_DISPATCH(cpu::multiply_add)(std::int64_t{4} << 20, operations);
+    result = HWY_DYNAMIC_DISPATCH(cpu::multiply_add)(std::int64_t{1} << 20, operations);
     return static_cast<double>(operations);
   });
 }

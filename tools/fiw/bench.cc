@@ -23,11 +23,11 @@ namespace fiw::cli {
 namespace {
 
 constexpr const char* kBenchHelp =
-    "Times decode and causal prefill over a list of shapes. Before that, this machine's read bandwidth and float32 "
-    "FMA\n"
-    "peak are measured; 'of limit' is the least time that these two allow (the larger of bytes / bandwidth and\n"
-    "operations / peak) as a share of the median time. K and V rotate over more memory than the caches hold.\n"
-    "Planning is timed for a decode batch of 256.";
+    "Times decode and causal prefill over a list of shapes, alternating with passes that measure this machine's read\n"
+    "bandwidth and float32 FMA peak. 'of limit' is the least time that these two allow (the larger of bytes / "
+    "bandwidth\n"
+    "and operations / peak) as a share of the time of a call, medians all three. K and V rotate over more memory than\n"
+    "the caches hold. Planning is timed for a decode batch of 256.";
 
 struct Shape {
   std::string name;
@@ -73,8 +73,10 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-/// Median seconds of a call, over at least `min_seconds` and five calls. Called first twice for warmth.
-double time_calls(double min_seconds, const std::function<void(std::size_t)>& call) {
+/// Median seconds of a call, over at least `min_seconds` and five calls. Called first twice for warmth. `between` runs
+/// between calls, untimed.
+double time_calls(
+    double min_seconds, const std::function<void(std::size_t)>& call, const std::function<void()>& between = [] {}) {
   constexpr std::size_t kWarmCalls = 2;
   constexpr std::size_t kLeastSamples = 5;
   std::size_t index = 0;
@@ -85,6 +87,7 @@ double time_calls(double min_seconds, const std::function<void(std::size_t)>& ca
     const Clock::time_point start = Clock::now();
     call(index++);
     samples.push_back(seconds(Clock::now() - start));
+    between();
   }
   return median(std::move(samples));
 }
@@ -98,13 +101,21 @@ void fill_cache(const Buffer& buffer, DType dtype, std::uint64_t seed) {
   }
 }
 
+/// Passes of the meter, spread over the calls that they are compared to.
 struct Limits {
-  double bandwidth = 0.0;  ///< bytes a second
-  double peak = 0.0;       ///< floating-point operations a second
+  std::vector<double> bandwidth;  ///< bytes a second
+  std::vector<double> peak;       ///< floating-point operations a second
+  std::size_t calls = 0;
+
+  void measure(LimitMeter& meter) {
+    constexpr std::size_t kCallsBetween = 4;
+    if (calls++ % kCallsBetween != 0) return;
+    bandwidth.push_back(meter.read_bandwidth());
+    peak.push_back(meter.fma_peak());
+  }
 };
 
-nlohmann::json bench_shape(const Shape& shape, FlashInferWorkspace& workspace, const Limits& limits,
-                           double min_seconds) {
+nlohmann::json bench_shape(const Shape& shape, FlashInferWorkspace& workspace, LimitMeter& meter, double min_seconds) {
   constexpr std::size_t kRotatedBytes = std::size_t{192} << 20;
   const std::vector<std::int32_t> kv_lens(shape.batch, shape.tokens);
   const std::vector<std::int32_t> qo_lens(shape.batch, shape.prefill ? shape.tokens : 1);
@@ -135,20 +146,26 @@ nlohmann::json bench_shape(const Shape& shape, FlashInferWorkspace& workspace, c
   } else {
     step = workspace.plan_decode(table, spec);
   }
-  const double time =
-      time_calls(min_seconds, [&](std::size_t i) { step.run(q.view, caches[i % caches.size()].view, out.view); });
+  Limits limits;
+  const double time = time_calls(
+      min_seconds, [&](std::size_t i) { step.run(q.view, caches[i % caches.size()].view, out.view); },
+      [&] { limits.measure(meter); });
 
   const double visible =
       shape.prefill ? 0.5 * shape.tokens * (shape.tokens + 1.0) : shape.tokens;  // a request and head
   const double operations = 4.0 * visible * shape.batch * shape.heads.qo * shape.head_dim;
   const auto bytes =
       static_cast<double>(caches.front().k.bytes() + caches.front().v.bytes() + q.memory.bytes() + out.memory.bytes());
-  const double floor = std::max(bytes / limits.bandwidth, operations / limits.peak);
+  const double bandwidth = median(limits.bandwidth);
+  const double peak = median(limits.peak);
+  const double floor = std::max(bytes / bandwidth, operations / peak);
   return {{"name", shape.name},
           {"seconds", time},
           {"gigabytes_per_second", bytes / time / 1e9},
           {"gigaflops", operations / time / 1e9},
-          {"limit", bytes / limits.bandwidth > operations / limits.peak ? "bandwidth" : "peak"},
+          {"read_bandwidth", bandwidth},
+          {"fma_peak", peak},
+          {"limit", bytes / bandwidth > operations / peak ? "bandwidth" : "peak"},
           {"of_limit", floor / time}};
 }
 
@@ -195,19 +212,22 @@ struct BenchOptions {
 
 void print(const nlohmann::json& results) {
   const auto number = [](const nlohmann::json& value, double unit) { return value.get<double>() / unit; };
-  std::cout << fmt::format("{} threads: reads {:.1f} GB/s, FMA {:.1f} GFLOP/s\n\n", results["threads"].get<int>(),
-                           number(results["read_bandwidth"], 1e9), number(results["fma_peak"], 1e9));
+  std::cout << fmt::format("{} threads\n\n", results["threads"].get<int>());
   Table table({{"shape"},
                {"median", Table::Align::kRight},
                {"GB/s", Table::Align::kRight},
                {"GFLOP/s", Table::Align::kRight},
                {"of limit", Table::Align::kRight},
-               {"limit"}});
+               {"limit"},
+               {"reads GB/s", Table::Align::kRight},
+               {"FMA GFLOP/s", Table::Align::kRight}});
   for (const nlohmann::json& shape : results["shapes"]) {
     table.add({shape["name"].get<std::string>(), fmt::format("{:.3f} ms", number(shape["seconds"], 1e-3)),
                fmt::format("{:.2f}", number(shape["gigabytes_per_second"], 1)),
                fmt::format("{:.1f}", number(shape["gigaflops"], 1)),
-               fmt::format("{:.0f} %", number(shape["of_limit"], 0.01)), shape["limit"].get<std::string>()});
+               fmt::format("{:.0f} %", number(shape["of_limit"], 0.01)), shape["limit"].get<std::string>(),
+               fmt::format("{:.1f}", number(shape["read_bandwidth"], 1e9)),
+               fmt::format("{:.0f}", number(shape["fma_peak"], 1e9))});
   }
   table.print(std::cout);
   const nlohmann::json& plan = results["planning"];
@@ -226,16 +246,13 @@ int run_bench(const BenchOptions& options) {
   workspace_options.num_threads = options.threads;
   const auto workspace = open_workspace(options.device, workspace_options);
   const std::int32_t threads = workspace->device_props().num_workers;
-  const Limits limits{measure_read_bandwidth(threads), measure_fma_peak(threads)};
-  nlohmann::json results = {{"threads", threads},
-                            {"read_bandwidth", limits.bandwidth},
-                            {"fma_peak", limits.peak},
-                            {"shapes", nlohmann::json::array()}};
+  LimitMeter meter(threads);
+  nlohmann::json results = {{"threads", threads}, {"shapes", nlohmann::json::array()}};
   {
     Progress progress;
     for (const Shape& shape : list) {
       progress.update([&] { return shape.name; });
-      results["shapes"].push_back(bench_shape(shape, *workspace, limits, options.min_time));
+      results["shapes"].push_back(bench_shape(shape, *workspace, meter, options.min_time));
     }
   }
   results["planning"] = bench_planning(options.device, options.threads, options.min_time / 10.0);
