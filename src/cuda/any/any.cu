@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(kWarps * 32) any_kernel(const __grid_constant_
     for (std::int64_t base = span.begin; base < span.end; base += 32) {
       const std::int64_t key = base + lane;
       const bool seen = visible(call, span, request, token, key);
-      if (!__any_sync(kAllLanes, seen)) continue;
+      const unsigned seen_keys = __ballot_sync(kAllLanes, seen);
+      if (seen_keys == 0) continue;
       float score = -INFINITY;
       std::int64_t value_at = 0;
       if (seen) {
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kWarps * 32) any_kernel(const __grid_constant_
       for (int t = 0; t < 32; ++t) {
         const float p = __shfl_sync(kAllLanes, weight, t);
         const std::int64_t at = __shfl_sync(kAllLanes, value_at, t);
-        if (p == 0.0F) continue;
+        if ((seen_keys >> t & 1U) == 0) continue;
 #pragma unroll
         for (int i = 0; i < kMaxDim / 32; ++i) {
           const int d = lane + 32 * i;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kWarps * 32) any_kernel(const __grid_constant_
       }
     }
 
-    const bool empty = top == -INFINITY;
+    const bool empty = top == -INFINITY && !isnan(sum);  // fmaxf passes over NaN, the sum does not
     float norm = 0;
     float log_sum = -INFINITY;
     if (!empty) {

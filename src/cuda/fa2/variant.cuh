@@ -31,6 +31,13 @@ struct Variant : flashinfer::AttentionVariantBase {
     mask = kMasked && params.mask != nullptr ? params.mask + params.mask_indptr[request] : nullptr;
   }
 
+  /// Instead of the approximate instruction, whose error a soft cap would multiply; relative error below 1e-5.
+  __device__ __forceinline__ static float tanh(float y) {
+    const float y2 = y * y;
+    const float near_zero = y * (1.0F + y2 * (-1.0F / 3 + y2 * (2.0F / 15 - y2 * (17.0F / 315))));
+    return fabsf(y) < 0.25F ? near_zero : 1.0F - __fdividef(2.0F, 1.0F + __expf(2.0F * y));
+  }
+
   /// Whether scores are more than scaled. Where they are not, every variant rounds alike, so that a request's result
   /// does not hang on which variant its batch takes.
   template <class Params>
@@ -50,9 +57,7 @@ struct Variant : flashinfer::AttentionVariantBase {
         x += params.alibi_slopes[qo_head] * static_cast<float>(distance);
       }
       if (params.soft_cap > 0) {
-        // 1 - 2 / (1 + e^2y) instead of the approximate tanh, whose error the cap would multiply.
-        const float y = x * __frcp_rn(params.soft_cap);
-        x = params.soft_cap * (1.0F - __fdividef(2.0F, 1.0F + __expf(2.0F * y)));
+        x = params.soft_cap * tanh(x / params.soft_cap);
       }
       return x;
     }
@@ -79,10 +84,11 @@ struct Variant : flashinfer::AttentionVariantBase {
     return visible;
   }
 
-  /// What turns the running sum into the result; a row that saw no key gets 0 and keeps m = -inf.
+  /// What turns the running sum into the result; a row that saw no key gets 0 and keeps m = -inf. A NaN is missing in
+  /// m, never in d.
   template <class Params>
   __device__ __forceinline__ float finish(const Params& params, std::uint32_t qo_head, float& m, float& d) {
-    const bool empty = m == -flashinfer::math::inf;
+    const bool empty = m == -flashinfer::math::inf && !isnan(d);
     if (params.partition_kv) return empty ? 0.0F : flashinfer::math::ptx_rcp(d);
     if (empty) {
       d = 1.0F;

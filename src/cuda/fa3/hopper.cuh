@@ -39,7 +39,7 @@ struct HopperUpdater : flashinfer::OnlineSoftmax<kRows, true> {
 #pragma unroll
     for (int row = 0; row < cute::size(this->row_max); ++row) {
       const float sum = this->row_sum(row);
-      const bool empty = !(sum > 0.0F);
+      const bool empty = sum == 0.0F;  // NaN is not
       const float top = this->row_max(row) * this->sm_scale_log2;
       const float new_top = fmaxf(top, sink_log2);
       const float shrink = exp2f(top - new_top);

@@ -84,9 +84,15 @@ __global__ void __launch_bounds__(kWarps * 32)
 
   // Every warp reckons the weights' norm for itself: it costs less than telling the others.
   float top = -INFINITY;
-  for (std::int32_t i = lane; i < count; i += 32) top = fmaxf(top, source.log2_sum(row, head, i));
+  bool any_nan = false;  // which fmaxf passes over
+  for (std::int32_t i = lane; i < count; i += 32) {
+    const float log2_sum = source.log2_sum(row, head, i);
+    any_nan |= isnan(log2_sum);
+    top = fmaxf(top, log2_sum);
+  }
   top = warp_max(top);
-  if (top == -INFINITY) {
+  any_nan = __any_sync(0xFFFFFFFFU, any_nan);
+  if (top == -INFINITY && !any_nan) {
     for (std::int32_t d = threadIdx.x; d < dim; d += kWarps * 32) store(target + d, 0.0F);
     if (lse != nullptr && threadIdx.x == 0) lse[index] = -INFINITY;
     return;
