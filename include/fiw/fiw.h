@@ -310,7 +310,8 @@ typedef struct fiw_workspace_options {
   int32_t fixed_size;                  ///< boolean: never grow; what does not fit is FIW_WORKSPACE_TOO_SMALL
   int32_t num_threads;                 ///< CPU only; 0: OpenMP's default
   int32_t cache_entries;               ///< plans kept in each of the three scopes, 1..1024
-  int32_t verify_cuda_graph;  ///< captured verify graphs: 0 off, 1 on, -1 as SMILE_VERIFY_CUDA_GRAPH says at create
+  int32_t verify_cuda_graph;  ///< captured verify graphs: 0 off, 1 on, -1 as SMILE_VERIFY_CUDA_GRAPH says at create;
+                              ///< without effect on the CPU
 } fiw_workspace_options;
 
 #define FIW_WORKSPACE_OPTIONS_INIT \
@@ -343,13 +344,14 @@ FIW_API void fiw_workspace_free(fiw_workspace* ws);
 /// True after close, and for null.
 FIW_API int32_t fiw_workspace_closed(const fiw_workspace* ws);
 
-/// Drops decode plans and prefill gathers; the verify plan stays. Like the two below: for callers who want memory back
-/// or a clean slate, never needed for right results. Steps that were handed out keep their plans.
+/// Drops decode and prefill plans, on CUDA with the K/V gathered for prefills; the verify plan stays. Like the two
+/// below: for callers who want memory back or a clean slate, never needed for right results. Steps that were handed out
+/// keep their plans.
 ///
 /// FIW_OK without effect on null and on a closed workspace. Errors: FIW_BUSY.
 FIW_API fiw_status fiw_workspace_invalidate_runtime_cache(fiw_workspace* ws, fiw_error* err);
 
-/// Drops prefill gathers only; decode plans stay.
+/// Drops prefill plans, and what was gathered for them, only; decode plans stay.
 FIW_API fiw_status fiw_workspace_invalidate_prefill_runtime_cache(fiw_workspace* ws, fiw_error* err);
 
 /// Drops verify plans only.

@@ -14,7 +14,8 @@ namespace fiw {
 /// per-tensor one and is read on the workspace's device.
 ///
 /// Attention reads through any strides of at least head_dim: slots may share memory, and V may lie in K. append_kv
-/// writes, and refuses a cache in which two slots share an element; K and V may interleave in one allocation.
+/// writes, and refuses a cache in which two slots share an element; K and V may interleave in one allocation, by whole
+/// axes of theirs.
 struct KvCache {
   struct Strides {
     std::int64_t page = 0;

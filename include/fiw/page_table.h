@@ -86,18 +86,4 @@ class PageTable {
   std::shared_ptr<const detail::PageTableData> data_;
 };
 
-/// A page table that lives on a CUDA device, described by three device pointers. The arrays are those of PageTable.
-///
-/// `version` vouches for the contents: two tables with the same non-zero version are taken as equal. 0 makes no claim,
-/// and the contents are compared once a step. Pointers alone never prove anything: allocators hand the same address out
-/// again.
-struct DevicePageTable {
-  std::int32_t batch = 0;
-  std::int32_t page_size = 0;
-  const std::int32_t* indptr = nullptr;
-  const std::int32_t* indices = nullptr;
-  const std::int32_t* last_page_len = nullptr;
-  std::uint64_t version = 0;
-};
-
 }  // namespace fiw

@@ -63,7 +63,8 @@ struct WorkspaceOptions {
   std::int32_t num_threads = 0;     ///< CPU only; 0: OpenMP's default
   std::int32_t cache_entries = 16;  ///< plans kept in each of the three scopes (1..1024)
   PlanOptions plan{};
-  /// Captured speculative-verify graphs; unset: on when the environment has SMILE_VERIFY_CUDA_GRAPH=1 at create.
+  /// Captured speculative-verify graphs; unset: on when the environment has SMILE_VERIFY_CUDA_GRAPH=1 at create, the
+  /// name that its first caller, an engine, gave it. On the CPU there are no graphs, and it changes nothing.
   std::optional<bool> verify_cuda_graph{};
   Allocator allocator{};  ///< unset callbacks: the backend's own
 };
@@ -176,10 +177,10 @@ class FlashInferWorkspace {
   /// Throws kClosed or kBusy, as a call would now: for bindings that have arguments of their own to check after that.
   void check_ready() const;
 
-  /// Drops decode plans and prefill gathers; the verify plan stays. No-ops on a closed workspace; kBusy if a call is
-  /// running.
+  /// Drops decode and prefill plans, on CUDA with the K/V gathered for prefills; the verify plan stays. No-ops on a
+  /// closed workspace; kBusy if a call is running.
   void invalidate_runtime_cache();
-  /// Drops prefill gathers only.
+  /// Drops prefill plans, and what was gathered for them, only.
   void invalidate_prefill_runtime_cache();
   /// Drops verify plans only.
   void invalidate_verify_runtime_cache();

@@ -25,7 +25,7 @@ namespace fiw::capi {
 /// A pointer that must not be null.
 template <class T>
 T& require(T* pointer, const char* name) {
-  if (pointer == nullptr) fail(Reason::kOptions, "{} is null, expected an object", name);
+  if (pointer == nullptr) fail(Reason::kOptions, "{} is null, expected a live handle or struct", name);
   return *pointer;
 }
 

@@ -242,7 +242,8 @@ std::shared_ptr<PageTableData> grown(const PageTableData& old, const TokensOf& t
                          old.indices.begin() + old.indptr[r + 1]);
     for (std::int64_t i = old.page_counts[r]; i < needed; ++i) {
       if (taken == new_pages.size()) {
-        fail_at(r, Reason::kNewPages, "new_pages has {} entries, request {} needs one more", new_pages.size(), r);
+        fail_at(r, Reason::kNewPages, "new_pages has {} entries, all used before request {} has its {} pages",
+                new_pages.size(), r, needed);
       }
       check_index(static_cast<std::int64_t>(r), new_pages[taken], old.num_pages);
       data->indices.push_back(new_pages[taken++]);

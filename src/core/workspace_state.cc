@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <limits>
 #include <numeric>
 #include <string_view>
@@ -42,13 +43,14 @@ class Exclusive {
   std::atomic<bool>& busy_;
 };
 
-/// Adds the time of its scope to a counter.
+/// Adds the time of a scope to a counter, unless an exception leaves it.
 class Timer {
  public:
   explicit Timer(std::uint64_t& nanoseconds) : nanoseconds_(nanoseconds), start_(std::chrono::steady_clock::now()) {}
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
   ~Timer() {
+    if (std::uncaught_exceptions() > exceptions_) return;
     nanoseconds_ += static_cast<std::uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count());
   }
@@ -56,6 +58,7 @@ class Timer {
  private:
   std::uint64_t& nanoseconds_;
   std::chrono::steady_clock::time_point start_;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 bool verify_graph_from_environment() {
@@ -277,7 +280,8 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   const ScheduleShape shape = hopper
                                   ? hopper_schedule(props_, work, policy, key.table != nullptr ? total_kv(request) : 0)
                                   : shape_schedule(key.traits.family, props_, work, policy);
-  const std::size_t scratch = backend_->scratch_bytes(shape, key.traits.spec);
+  // Without rows nothing is launched.
+  const std::size_t scratch = shape.total_rows == 0 ? 0 : backend_->scratch_bytes(shape, key.traits.spec);
   reserve_scratch(scratch, stream);
 
   std::shared_ptr<Plan> plan = cache_of(request.kind).blank();

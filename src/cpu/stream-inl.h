@@ -94,8 +94,8 @@ inline constexpr std::int32_t kFetchBytes = 32 << 10;
 template <class Element>
 inline constexpr std::int32_t kLine = kLineBytes / static_cast<std::int32_t>(sizeof(typename Element::Raw));
 
-/// Logits of kRows rows, in pair order, with the keys that `k` points at, key by key. Meanwhile as many lines
-/// are fetched as these keys have.
+/// Logits of kRows rows, in pair order (see load_half), with the keys that `k` points at, key by key. Meanwhile as many
+/// lines are fetched as these keys have.
 template <class Element, int kRows, class D>
 HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
                          const typename Element::Raw* const (&k)[kKeysAtOnce<kRows>], Fetch& fetch,
@@ -149,8 +149,8 @@ HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
   }
 }
 
-/// acc += sum over keys of weight * value, for kVectors vectors in pair order that start at element
-/// `first`. Meanwhile as many lines are fetched as these values fill.
+/// acc += sum over keys of weight * value, for kVectors vectors in pair order that start at element `first`. Meanwhile
+/// as many lines are fetched as these values fill.
 template <class Element, int kRows, int kVectors, class D>
 HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t stride, std::int32_t count,
                            const typename Element::Raw* v, const std::int64_t* HWY_RESTRICT offsets,
@@ -341,7 +341,7 @@ struct Stream {
   template <class D>
   HWY_NOINLINE void dot_block(D d, const Block& block, Fetch& fetch) const {
     const std::int32_t dim = job.params.head_dim_qk;
-    // All tiles take as many keys at once, or else a number that suits them all.
+    // A multiple of what every tile takes at once.
     const std::int32_t step = rows == 1                              ? kKeysAtOnce<1>
                               : rows == 2                            ? kKeysAtOnce<2>
                               : StreamScratch::padded(rows) % 4 == 0 ? 12

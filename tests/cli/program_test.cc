@@ -57,10 +57,15 @@ class Program : public testing::Test {
   }
 
   Output run(const std::string& arguments) const {
+    Output output = run_to(path("stdout"), arguments);
+    output.out = read(path("stdout"));
+    return output;
+  }
+  Output run_to(const std::string& out, const std::string& arguments) const {
     const std::string command =
-        std::string(FIW_PROGRAM) + " " + arguments + " >" + path("stdout") + " 2>" + path("stderr") + " </dev/null";
+        std::string(FIW_PROGRAM) + " " + arguments + " >" + out + " 2>" + path("stderr") + " </dev/null";
     const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(path("stdout")), read(path("stderr"))};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, "", read(path("stderr"))};
   }
 
   /// Runs, expects success, and parses the JSON on stdout.
@@ -76,6 +81,21 @@ class Program : public testing::Test {
 
 // --- the command line itself
 // --------------------------------------------------------------------------------------------
+
+TEST_F(Program, ResultsThatCannotBeWrittenAreAFailure) {
+  const std::string trace = write("trace.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,10,2\n");
+  for (const std::string& arguments : {std::string("info"), std::string("--help"), std::string("--version"),
+                                       std::string("info --json"), "replay --simulate " + trace}) {
+    const Output output = run_to("/dev/full", arguments);
+    EXPECT_EQ(output.code, 1) << arguments;
+    EXPECT_NE(output.err.find("stdout"), std::string::npos) << arguments << ": " << output.err;
+  }
+}
+
+TEST_F(Program, TraceOutNeedsAFileName) {
+  const std::string trace = write("trace.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,10,2\n");
+  EXPECT_EQ(run("replay " + trace + " --trace-out ''").code, 2);
+}
 
 TEST_F(Program, VersionIsOneLine) {
   const Output output = run("--version");

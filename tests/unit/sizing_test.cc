@@ -133,5 +133,34 @@ TEST(Sizing, TheLongestFixedSplitPlans) {
   }
 }
 
+// A call without query rows launches nothing, so it fits whatever the limits left out.
+TEST(Sizing, CallsWithoutRowsNeedNothing) {
+  const AttentionParams params{.num_qo_heads = 4, .num_kv_heads = 2, .head_dim_qk = 64};
+  const StepSpec spec{.params = params, .q_dtype = DType::kFloat32, .kv_dtype = DType::kFloat32};
+  const WorkspaceLimits none{.params = params, .max_batch = 0, .max_kv_len = 64, .kv_dtype = DType::kFloat32};
+  const auto idle = FlashInferWorkspace::create(kCpuDevice, {.fixed_size = true, .limits = none, .num_threads = 2});
+  EXPECT_NO_THROW(idle->plan_decode(table_of(0, 1, none.page_size), spec));
+
+  WorkspaceLimits decode_only = none;
+  decode_only.max_batch = 2;
+  const auto invariant = FlashInferWorkspace::create(
+      kCpuDevice, {.fixed_size = true, .limits = decode_only, .num_threads = 2, .plan = {.batch_invariant = true}});
+  const PageTable table = table_of(2, 40, decode_only.page_size);
+  EXPECT_NO_THROW(invariant->plan_prefill(std::vector<std::int32_t>{0, 0, 0}, table, spec));
+  EXPECT_NO_THROW(invariant->plan_decode(table, spec));
+}
+
+TEST(Sizing, ARefusedPlanCountsNothing) {
+  const AttentionParams params{.num_qo_heads = 64, .num_kv_heads = 1, .head_dim_qk = 64};
+  const auto workspace = FlashInferWorkspace::create(
+      kCpuDevice, {.num_threads = 2, .plan = {.batch_invariant = true, .fixed_split_tokens = 1}});
+  const StepSpec spec{.params = params, .q_dtype = DType::kFloat32, .kv_dtype = DType::kFloat32};
+  const std::vector<std::vector<std::int32_t>> pages = {std::vector<std::int32_t>(40'000'000, 0)};
+  const PageTable table = PageTable::from_pages(1, 1, pages, std::vector<std::int32_t>{40'000'000});
+  EXPECT_THROW(workspace->plan_verify(64, table, spec), Error);
+  EXPECT_EQ(workspace->stats().plan_nanoseconds, 0U);
+  EXPECT_EQ(workspace->stats().verify.misses, 0U);
+}
+
 }  // namespace
 }  // namespace fiw

@@ -268,7 +268,7 @@ int run_bench(const BenchOptions& options) {
 
 void add_bench_command(CLI::App& app, int& exit_code) {
   CLI::App& bench = *app.add_subcommand("bench", "Time attention beside this machine's own limits");
-  bench.description(kBenchHelp);
+  bench.footer(kBenchHelp);
   const auto options = std::make_shared<BenchOptions>();
   bench.add_option("--filter", options->filter, "Only shapes whose name contains TEXT, such as 'decode' or 'fp8'")
       ->type_name("TEXT");

@@ -17,6 +17,7 @@
 #include "device.h"
 #include "flags.h"
 #include "mix.h"
+#include "progress.h"
 #include "random_fill.h"
 #include "table.h"
 
@@ -424,9 +425,11 @@ int run_check(const CheckOptions& options) {
   nlohmann::json results = nlohmann::json::array();
   int failures = 0;
   const std::vector<Case> cases = battery();
+  Progress progress;
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];
     if (c.name().find(options.filter) == std::string::npos) continue;
+    progress.update([&] { return fmt::format("case {} of {}: {}", i + 1, cases.size(), c.name()); });
     const Outcome outcome = Trial(c, mix(options.seed, i), *workspace).run();
     failures += outcome.ok() ? 0 : 1;
     const Tolerance& tolerance = outcome.out.tolerance();
@@ -462,7 +465,7 @@ int run_check(const CheckOptions& options) {
 
 void add_check_command(CLI::App& app, int& exit_code) {
   CLI::App& check = *app.add_subcommand("check", "Compare a battery of shapes with the reference on this machine");
-  check.description(kCheckHelp);
+  check.footer(kCheckHelp);
   const auto options = std::make_shared<CheckOptions>();
   add_number_flag(check, "--seed", options->seed, "Seed of the random inputs");
   check.add_option("--filter", options->filter, "Only cases whose name contains TEXT, such as 'prefill' or 'D128'")

@@ -1,7 +1,9 @@
 // Entry point of `fiw`: parses the command line, turns exceptions into messages and exit codes.
 #include <fmt/format.h>
 
+#include <cstdio>
 #include <exception>
+#include <iostream>
 
 #include "commands.h"
 #include "fiw/error.h"
@@ -45,4 +47,12 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace fiw::cli
 
-int main(int argc, char** argv) { return fiw::cli::run(argc, argv); }
+int main(int argc, char** argv) {
+  const int exit_code = fiw::cli::run(argc, argv);
+  std::cout.flush();
+  if (!std::cout || std::fflush(stdout) != 0) {
+    fmt::print(stderr, "fiw: cannot write the results to stdout\n");
+    return fiw::cli::kExitFailure;
+  }
+  return exit_code;
+}

@@ -28,7 +28,10 @@ constexpr const char* kReplayHelp =
     "TRACE is either form, told apart by its first line:\n"
     "  Azure CSV            TIMESTAMP,ContextTokens,GeneratedTokens\n"
     "  Mooncake JSON lines  {\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \"hash_ids\": [...]},\n"
-    "                       one id for every 512 prompt tokens; prompts that start with equal ids share pages.\n\n"
+    "                       \"hash_ids\" has one id for every 512 prompt tokens begun, or none: [].\n\n"
+    "A prompt shares the pages of the blocks whose ids it starts with, if they are computed when it is admitted; "
+    "prompts\n"
+    "in flight together do not wait for each other (--max-batch 1 shows the most that can be shared).\n"
     "Requests are served in order of arrival, each as soon as there is room: arrival times give the order only.\n"
     "Each step decodes one token (or one speculative window) for every request in flight and fills the rest of the\n"
     "token budget with chunks of prompts. Admission reserves the pages a request can need at worst, so nothing is\n"
@@ -227,7 +230,8 @@ void print_table(const ReplayOptions& options, const nlohmann::json& r) {
     const auto plans = [&](const char* kind) {
       const nlohmann::json& stats = r["plans"][kind];
       table.add({fmt::format("{} plans", kind),
-                 fmt::format("{} hits, {} misses", number(stats["hits"]), number(stats["misses"]))});
+                 fmt::format("{} made, {} found again, each for {} layers", number(stats["misses"]),
+                             number(stats["hits"]), options.engine.layers)});
     };
     table.add(
         {"model", fmt::format("{} layers, heads {}/{}, head dim {}, {}, cache {} ({})", options.engine.layers,
@@ -251,11 +255,11 @@ void print_table(const ReplayOptions& options, const nlohmann::json& r) {
     if (options.verify > 0) {
       table.add({"verified rows",
                  fmt::format("{}, all heads of each: {}", number(v["rows"]), v["ok"].get<bool>() ? "ok" : "WRONG")});
-      table.add(
-          {"largest error", fmt::format("out {:.2e} (allowed {:.0e} + {:.4f} |out|), lse {:.2e} (allowed {:.0e})",
-                                        v["largest_error_out"].get<double>(), v["tolerance_out_absolute"].get<double>(),
-                                        v["tolerance_out_relative"].get<double>(), v["largest_error_lse"].get<double>(),
-                                        v["tolerance_lse"].get<double>())});
+      table.add({"largest error",
+                 fmt::format("out {:.2e} (rounding allows {:.0e} + {:.4f} |out|), lse {:.2e} (allowed {:.0e})",
+                             v["largest_error_out"].get<double>(), v["tolerance_out_absolute"].get<double>(),
+                             v["tolerance_out_relative"].get<double>(), v["largest_error_lse"].get<double>(),
+                             v["tolerance_lse"].get<double>())});
     }
   }
   table.print(std::cout);
@@ -310,7 +314,7 @@ int run_replay(ReplayOptions options) {
 
 void add_replay_command(CLI::App& app, int& exit_code) {
   CLI::App& replay = *app.add_subcommand("replay", "Replay a serving trace through paged attention");
-  replay.description(kReplayHelp);
+  replay.footer(kReplayHelp);
   const auto options = std::make_shared<ReplayOptions>();
   replay.add_option("TRACE", options->trace, "Trace file")->required();
   add_number_flag(replay, "--requests", options->requests, "Replay only the first N requests; 0: all");
@@ -349,7 +353,8 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   add_device_flag(replay, options->engine.device);
   add_threads_flag(replay, options->engine.threads);
   replay.add_flag("--simulate", options->simulate, "Schedule only: no attention, no cache memory");
-  replay.add_option("--trace-out", options->trace_out, "Write a Chrome/Perfetto trace of the steps")->type_name("FILE");
+  replay.add_option("--trace-out", options->trace_out, "Write a Chrome/Perfetto trace of the steps")
+      ->check(CLI::Validator([](const std::string& file) { return file.empty() ? "a file name" : ""; }, "FILE"));
   replay.add_flag("--json", options->json, "Results as JSON");
   replay.callback([options, &exit_code] {
     if (options->simulate && (options->verify > 0 || !options->trace_out.empty())) {
