@@ -67,6 +67,16 @@ namespace cpu {
 HWY_EXPORT(read_floats);
 HWY_EXPORT(multiply_add);
 
+// With one target, the macro takes no qualified name.
+namespace {
+
+float best_read_floats(const float* from, std::int64_t count) { return HWY_DYNAMIC_DISPATCH(read_floats)(from, count); }
+
+float best_multiply_add(std::int64_t steps, std::int64_t& operations) {
+  return HWY_DYNAMIC_DISPATCH(multiply_add)(steps, operations);
+}
+
+}  // namespace
 }  // namespace cpu
 
 namespace {
@@ -105,7 +115,7 @@ double measure_read_bandwidth(std::int32_t threads) {
   madvise(memory.get(), kFloats * sizeof(float), MADV_HUGEPAGE);
   std::fill_n(memory.get(), kFloats, 1.0F);
   return best_rate(threads, [&](std::int32_t thread, float& result) {
-    result = HWY_DYNAMIC_DISPATCH(cpu::read_floats)(memory.get() + thread * share, share);
+    result = cpu::best_read_floats(memory.get() + thread * share, share);
     return static_cast<double>(share) * sizeof(float);
   });
 }
@@ -113,7 +123,7 @@ double measure_read_bandwidth(std::int32_t threads) {
 double measure_fma_peak(std::int32_t threads) {
   return best_rate(threads, [](std::int32_t, float& result) {
     std::int64_t operations = 0;
-    result = HWY_DYNAMIC_DISPATCH(cpu::multiply_add)(std::int64_t{4} << 20, operations);
+    result = cpu::best_multiply_add(std::int64_t{4} << 20, operations);
     return static_cast<double>(operations);
   });
 }
