@@ -3,6 +3,10 @@ find_package(hwy CONFIG REQUIRED)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(dlpack CONFIG REQUIRED)  # fiw.h includes it: public
 find_package(fmt CONFIG REQUIRED)     # header-only use: no run-time dependency
+if(FIW_SANITIZE)                      # ... but most files then spend most of their time on instrumenting fmt
+  set_target_properties(fmt::fmt-header-only PROPERTIES INTERFACE_COMPILE_DEFINITIONS "")
+  link_libraries(fmt::fmt)
+endif()
 
 if(FIW_BUILD_TOOLS)
   find_package(CLI11 CONFIG REQUIRED)

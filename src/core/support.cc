@@ -144,7 +144,7 @@ void check_options(const WorkspaceOptions& options) {
 }
 
 void check_plan_options(const PlanOptions& options) {
-  if (options.fixed_split_tokens < 1) {
+  if (options.batch_invariant && options.fixed_split_tokens < 1) {
     fail(Reason::kOptions, "fixed_split_tokens is {}, expected at least 1", options.fixed_split_tokens);
   }
 }

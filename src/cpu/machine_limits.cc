@@ -68,6 +68,16 @@ namespace cpu {
 HWY_EXPORT(read_floats);
 HWY_EXPORT(multiply_add);
 
+// With one target, the macro takes no qualified name.
+namespace {
+
+float best_read_floats(const float* from, std::int64_t count) { return HWY_DYNAMIC_DISPATCH(read_floats)(from, count); }
+
+float best_multiply_add(std::int64_t steps, std::int64_t& operations) {
+  return HWY_DYNAMIC_DISPATCH(multiply_add)(steps, operations);
+}
+
+}  // namespace
 }  // namespace cpu
 
 namespace {
@@ -105,7 +115,7 @@ void LimitMeter::Free::operator()(float* memory) const noexcept { std::free(memo
 double LimitMeter::read_bandwidth() {
   const std::int64_t share = kFloats / threads_ / 128 * 128;
   return rate(threads_, [&](std::int32_t thread, float& result) {
-    result = HWY_DYNAMIC_DISPATCH(cpu::read_floats)(memory_.get() + thread * share, share);
+    result = cpu::best_read_floats(memory_.get() + thread * share, share);
     return static_cast<double>(share) * sizeof(float);
   });
 }
@@ -113,7 +123,7 @@ double LimitMeter::read_bandwidth() {
 double LimitMeter::fma_peak() {
   return rate(threads_, [](std::int32_t, float& result) {
     std::int64_t operations = 0;
-    result = HWY_DYNAMIC_DISPATCH(cpu::multiply_add)(std::int64_t{1} << 20, operations);
+    result = cpu::best_multiply_add(std::int64_t{1} << 20, operations);
     return static_cast<double>(operations);
   });
 }

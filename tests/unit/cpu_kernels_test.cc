@@ -75,6 +75,14 @@ HWY_EXPORT(load_elements);
 HWY_EXPORT(store_elements);
 HWY_EXPORT(exponentials);
 
+// With one target, the macro takes no qualified name.
+namespace {
+auto chosen_target() { return HWY_DYNAMIC_DISPATCH(target); }
+auto chosen_load_elements() { return HWY_DYNAMIC_DISPATCH(load_elements); }
+auto chosen_store_elements() { return HWY_DYNAMIC_DISPATCH(store_elements); }
+auto chosen_exponentials() { return HWY_DYNAMIC_DISPATCH(exponentials); }
+}  // namespace
+
 }  // namespace fiw::cpu
 
 namespace fiw::test {
@@ -120,14 +128,14 @@ std::vector<float> telling_floats() {
   return values;
 }
 
-TEST_P(CpuKernels, RunOnTheTargetAskedFor) { EXPECT_EQ(HWY_DYNAMIC_DISPATCH(cpu::target)(), GetParam()); }
+TEST_P(CpuKernels, RunOnTheTargetAskedFor) { EXPECT_EQ(cpu::chosen_target()(), GetParam()); }
 
 TEST_P(CpuKernels, LoadEveryCode) {
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
     const std::vector<std::byte> codes = all_codes(dtype);
     const auto count = static_cast<std::int64_t>(codes.size() / size_of(dtype));
     std::vector<float> values(static_cast<std::size_t>(count), 7.0F);
-    HWY_DYNAMIC_DISPATCH(cpu::load_elements)(dtype, codes.data(), count, values.data());
+    cpu::chosen_load_elements()(dtype, codes.data(), count, values.data());
     for (std::int64_t code = 0; code < count; ++code) {
       const float expected = load_float(codes.data(), dtype, code);
       const float actual = values[static_cast<std::size_t>(code)];
@@ -148,7 +156,7 @@ TEST_P(CpuKernels, StoreRoundsAndSaturates) {
     for (const bool saturate : {false, true}) {
       std::vector<std::byte> actual(values.size() * size_of(dtype), std::byte{0x5A});
       std::vector<std::byte> expected(actual.size());
-      HWY_DYNAMIC_DISPATCH(cpu::store_elements)(dtype, saturate, values.data(), count, actual.data());
+      cpu::chosen_store_elements()(dtype, saturate, values.data(), count, actual.data());
       for (std::int64_t i = 0; i < count; ++i) {
         const float value = values[static_cast<std::size_t>(i)];
         saturate ? store_saturated(expected.data(), dtype, i, value) : store_float(expected.data(), dtype, i, value);
@@ -168,8 +176,7 @@ TEST_P(CpuKernels, Exponentials) {
   while (x.size() < 1 << 16) x.push_back(-std::abs(rng_.normal()) * (rng_.chance(0.5) ? 1.0F : 40.0F));
   std::vector<float> powers(x.size());
   std::vector<float> tangents(x.size());
-  HWY_DYNAMIC_DISPATCH(cpu::exponentials)
-  (x.data(), static_cast<std::int64_t>(x.size()), powers.data(), tangents.data());
+  cpu::chosen_exponentials()(x.data(), static_cast<std::int64_t>(x.size()), powers.data(), tangents.data());
   for (std::size_t i = 0; i < x.size(); ++i) {
     if (std::isnan(x[i])) {
       EXPECT_TRUE(std::isnan(powers[i]) && std::isnan(tangents[i]));
