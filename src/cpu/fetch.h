@@ -18,49 +18,60 @@ struct MemoryRun {
   const std::byte* end = nullptr;
 };
 
-/// Each call requests the next line of a list of runs, which the caller keeps. A line that is cached stands in where
-/// there is nothing to request, so that callers need no branch.
-class Fetch {
+/// Runs that are to be fetched; the caller keeps the array. A line that is cached stands in where there is nothing to
+/// request, so that callers need no branch.
+class FetchList {
  public:
-  explicit Fetch(const std::byte* cached) noexcept : cached_(cached) { advance(); }
+  /// Where a Fetch stands: the next line, the end of its run, and the step, 0 at the stand-in.
+  struct Place {
+    const std::byte* line;
+    const std::byte* end;
+    std::ptrdiff_t step;
+  };
 
-  HWY_INLINE void operator()() noexcept {
-    __builtin_prefetch(line_, 0, 2);
-    line_ += step_;
-    if (HWY_UNLIKELY(line_ >= end_)) advance();
+  explicit FetchList(const std::byte* cached) noexcept : cached_(cached) {}
+
+  HWY_NOINLINE Place next() noexcept {
+    if (next_ == last_) return {cached_, cached_ + 1, 0};
+    const MemoryRun run = *next_++;
+    return {run.begin - reinterpret_cast<std::uintptr_t>(run.begin) % kLineBytes, run.end, kLineBytes};
   }
 
-  /// Copies what is left of the list, the last `most` runs if there are more, to `to`, for more to be appended; returns
-  /// the end.
+  /// Copies what is left, the last `most` runs if there are more, to `to`, for more to be appended; returns the end.
   MemoryRun* move_rest(std::ptrdiff_t most, MemoryRun* to) const noexcept {
     return std::copy(last_ - std::min(most, last_ - next_), last_, to);
   }
-  void resume(const MemoryRun* begin, const MemoryRun* end) noexcept {
+  void assign(const MemoryRun* begin, const MemoryRun* end) noexcept {
     next_ = begin;
     last_ = end;
-    if (step_ == 0) advance();
   }
 
  private:
-  HWY_NOINLINE void advance() noexcept {
-    if (next_ == last_) {
-      line_ = cached_;
-      end_ = cached_ + 1;
-      step_ = 0;
-      return;
-    }
-    line_ = next_->begin - reinterpret_cast<std::uintptr_t>(next_->begin) % kLineBytes;
-    end_ = next_->end;
-    step_ = kLineBytes;
-    ++next_;
-  }
-
-  const std::byte* line_ = nullptr;
-  const std::byte* end_ = nullptr;
-  std::ptrdiff_t step_ = 0;
   const MemoryRun* next_ = nullptr;
   const MemoryRun* last_ = nullptr;
   const std::byte* cached_;
+};
+
+/// Each call requests the next line of a list. Small and copied into the loops that use it, where it stays in
+/// registers.
+class Fetch {
+ public:
+  explicit Fetch(FetchList& list) noexcept : list_(&list), place_(list.next()) {}
+
+  HWY_INLINE void operator()() noexcept {
+    __builtin_prefetch(place_.line, 0, 2);
+    place_.line += place_.step;
+    if (HWY_UNLIKELY(place_.line >= place_.end)) place_ = list_->next();
+  }
+
+  /// After runs were added to the list.
+  void resume() noexcept {
+    if (place_.step == 0) place_ = list_->next();
+  }
+
+ private:
+  FetchList* list_;
+  FetchList::Place place_;
 };
 
 }  // namespace fiw::cpu

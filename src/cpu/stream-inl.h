@@ -151,10 +151,10 @@ HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
 
 /// acc += sum over keys of weight * value, for kVectors vectors in pair order that start at element `first`. Meanwhile
 /// as many lines are fetched as these values fill.
-template <class Element, int kRows, int kVectors, class D>
-HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t stride, std::int32_t count,
-                           const typename Element::Raw* v, const std::int64_t* HWY_RESTRICT offsets,
-                           float* HWY_RESTRICT acc, std::int32_t dim, std::int32_t first, Fetch& fetch) {
+template <class Element, int kRows, int kStride, int kVectors, class D>
+HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t count, const typename Element::Raw* v,
+                           const std::int64_t* HWY_RESTRICT offsets, float* HWY_RESTRICT acc, std::int32_t dim,
+                           std::int32_t first, Fetch& fetch) {
   constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
   constexpr std::int32_t kWidth = kVectors * kLanes;
   constexpr std::int32_t kTurn = std::max(kLine<Element> / kWidth, 4);  // keys that fill whole lines
@@ -180,7 +180,7 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
     }
     HWY_UNROLL(4)
     for (int r = 0; r < kRows; ++r) {
-      const auto weight = hn::Set(d, weights[t * stride + r]);
+      const auto weight = hn::Set(d, weights[t * kStride + r]);
       HWY_UNROLL(8)
       for (int c = 0; c < kVectors; ++c) {
         sums[r * kVectors + c] = hn::MulAdd(values[c], weight, sums[r * kVectors + c]);
@@ -205,14 +205,13 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
 }
 
 /// As add_values for whole rows of `dim` elements.
-template <class Element, int kRows, class D>
-HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t stride, std::int32_t count,
-                                 const typename Element::Raw* v, const std::int64_t* offsets, float* acc,
-                                 std::int32_t dim, Fetch& fetch) {
+template <class Element, int kRows, int kStride, class D>
+HWY_NOINLINE void add_value_rows(D d, const float* weights, std::int32_t count, const typename Element::Raw* v,
+                                 const std::int64_t* offsets, float* acc, std::int32_t dim, Fetch& fetch) {
   constexpr int kVectors = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
   const auto add = [&](auto vectors, std::int32_t c) {
-    add_values<Element, kRows, vectors()>(d, weights, stride, count, v, offsets, acc, dim, c, fetch);
+    add_values<Element, kRows, kStride, vectors()>(d, weights, count, v, offsets, acc, dim, c, fetch);
   };
   std::int32_t c = 0;
   for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) add(std::integral_constant<int, kVectors>(), c);
@@ -346,7 +345,8 @@ struct Stream {
                               : rows == 2                            ? kKeysAtOnce<2>
                               : StreamScratch::padded(rows) % 4 == 0 ? 12
                                                                      : StreamScratch::kStep;
-    Fetch idle(cached());
+    FetchList nothing(cached());
+    Fetch idle(nothing);
     walk(job.k, block.count, step, [&](std::int32_t h, std::int32_t first) {
       const Raw* k = head(job.k, h);
       const std::int32_t end = std::min(first + step, block.count);
@@ -382,7 +382,7 @@ struct Stream {
           if (decay[r] != 1.0F) widen_row<Float32>(d, acc + r * dim, dim, decay[r], acc + r * dim);
         }
         if (added(h, row)) {
-          add_seen_values(d, block, h, row, live, weights, kRows, acc);
+          add_seen_values<kRows>(d, block, h, row, live, weights, acc);
           // The fetching that goes with a head's values.
           const std::int64_t lines = std::int64_t{block.count} * dim / kLine<Element>;
           for (std::int64_t i = 0; row == 0 && i < lines; ++i) fetch();
@@ -392,18 +392,19 @@ struct Stream {
   }
 
   /// A hidden value may be NaN or infinite, so it must not even be multiplied by 0: row by row, run by run.
-  template <class D>
+  template <int kStride, class D>
   void add_seen_values(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row, std::int32_t live,
-                       const float* weights, std::int32_t stride, float* acc) const {
+                       const float* weights, float* acc) const {
     const std::int32_t dim = job.params.head_dim_vo;
-    Fetch idle(cached());
+    FetchList nothing(cached());
+    Fetch idle(nothing);
     for (int r = 0; r < live; ++r) {
       std::uint64_t bits = block.all() & at<std::uint64_t>(layout.visible)[(first_row + r) / job.group];
       while (bits != 0) {
         const int begin = std::countr_zero(bits);
         const int count = std::countr_one(bits >> begin);
-        add_value_rows<Element, 1>(d, weights + begin * stride + r, stride, count, head(job.v, kv_head),
-                                   block.v_offsets + begin, acc + std::int64_t{r} * dim, dim, idle);
+        add_value_rows<Element, 1, kStride>(d, weights + begin * kStride + r, count, head(job.v, kv_head),
+                                            block.v_offsets + begin, acc + std::int64_t{r} * dim, dim, idle);
         bits = begin + count == 64 ? 0 : bits & ~std::uint64_t{0} << (begin + count);
       }
     }
@@ -415,14 +416,15 @@ struct Stream {
     // The first-level cache is to keep these rows of V for all strips, though they be a power of two apart.
     const std::int32_t step = job.v.stride.token >= job.v.stride.head ? 12 : StreamScratch::kStep;
     const std::int32_t dim = job.params.head_dim_vo;
-    Fetch idle(cached());
+    FetchList nothing(cached());
+    Fetch idle(nothing);
     walk(job.v, block.count, step, [&](std::int32_t h, std::int32_t t) {
       for_each_tile([&](auto tile_rows, std::int32_t row) {
         constexpr int kRows = tile_rows();
         if (added(h, row)) return;
-        add_value_rows<Element, kRows>(d, logits(h, row) + t * kRows, kRows, std::min(step, block.count - t),
-                                       head(job.v, h), block.v_offsets + t,
-                                       at<float>(layout.acc) + row_slot(h, row) * dim, dim, row == 0 ? fetch : idle);
+        add_value_rows<Element, kRows, kRows>(
+            d, logits(h, row) + t * kRows, std::min(step, block.count - t), head(job.v, h), block.v_offsets + t,
+            at<float>(layout.acc) + row_slot(h, row) * dim, dim, row == 0 ? fetch : idle);
       });
     });
   }
@@ -486,12 +488,12 @@ struct Stream {
 
   /// Appends what a block reads, K then V, to what is left to fetch of the `most` runs before it. Returns how many runs
   /// the block has.
-  std::ptrdiff_t extend(Fetch& fetch, const Block& block, std::ptrdiff_t most, std::size_t place) const {
+  std::ptrdiff_t extend(FetchList& list, const Block& block, std::ptrdiff_t most, std::size_t place) const {
     auto* const runs = at<MemoryRun>(place);
-    MemoryRun* const first = fetch.move_rest(most, runs);
+    MemoryRun* const first = list.move_rest(most, runs);
     MemoryRun* end = list_runs(job.k, job.params.head_dim_qk, block.count, block.k_offsets, first);
     end = list_runs(job.v, job.params.head_dim_vo, block.count, block.v_offsets, end);
-    fetch.resume(runs, end);
+    list.assign(runs, end);
     return end - first;
   }
 
@@ -537,16 +539,18 @@ struct Stream {
       if (count > 0) job.token_offsets(request, first, count, offsets, offsets + StreamScratch::kBlock);
       return Block{first, count, offsets, offsets + StreamScratch::kBlock};
     };
-    Fetch fetch(cached());
+    FetchList list(cached());
     std::size_t ahead = layout.ahead;
     std::size_t spare_ahead = layout.spare_ahead;
     Block block = enter(keys.begin);
-    std::ptrdiff_t runs = extend(fetch, block, 0, ahead);
+    std::ptrdiff_t runs = extend(list, block, 0, ahead);
+    Fetch fetch(list);
     for (std::int32_t i = 0; i < kFetchBytes / kLineBytes; ++i) fetch();
     while (block.count > 0) {
       const Block next = enter(block.first + block.count);
       std::swap(ahead, spare_ahead);
-      runs = extend(fetch, next, runs, ahead);
+      runs = extend(list, next, runs, ahead);
+      fetch.resume();
       for (std::int32_t p = 0; p < request.qo_len; ++p) {
         at<std::uint64_t>(layout.visible)[p] = visible_bits(job, request, p, block.first, block.count);
       }
