@@ -31,8 +31,11 @@ class FetchList {
 
   explicit FetchList(const std::byte* cached) noexcept : cached_(cached) {}
 
+  /// Where no end is ever reached.
+  static Place nothing(const std::byte* cached) noexcept { return {cached, cached + 1, 0}; }
+
   HWY_NOINLINE Place next() noexcept {
-    if (next_ == last_) return {cached_, cached_ + 1, 0};
+    if (next_ == last_) return nothing(cached_);
     const MemoryRun run = *next_++;
     return {run.begin - reinterpret_cast<std::uintptr_t>(run.begin) % kLineBytes, run.end, kLineBytes};
   }
@@ -57,6 +60,8 @@ class FetchList {
 class Fetch {
  public:
   explicit Fetch(FetchList& list) noexcept : list_(&list), place_(list.next()) {}
+  /// Requests nothing but a line that is cached.
+  explicit Fetch(const std::byte* cached) noexcept : list_(nullptr), place_(FetchList::nothing(cached)) {}
 
   HWY_INLINE void operator()() noexcept {
     __builtin_prefetch(place_.line, 0, 2);

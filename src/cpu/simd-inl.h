@@ -95,7 +95,7 @@ HWY_INLINE hn::Vec<D> load(D d, const typename Element::Raw* from) {
 /// Whether vectors are filled with the even, then the odd elements of twice as many, which are had without moving
 /// lanes.
 template <class Element>
-inline constexpr bool kSplitsPairs = std::is_same_v<Element, BFloat16>&& HWY_TARGET != HWY_SCALAR;
+inline constexpr bool kSplitsPairs = HWY_TARGET != HWY_SCALAR&& std::is_same_v<Element, BFloat16>;
 
 /// Half of 2 * Lanes(d) elements in pair order: as they lie, unless pairs are split.
 template <class Element, int kHalf, class D>

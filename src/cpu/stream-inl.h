@@ -288,6 +288,8 @@ struct Stream {
   const Raw* head(const TokenArray& array, std::int32_t kv_head) const {
     return static_cast<const Raw*>(array.data) + kv_head * array.stride.head;
   }
+  /// Whether the heads of a token lie together, not the tokens of a head.
+  static bool by_token(const TokenArray& array) { return array.stride.token >= array.stride.head; }
   std::int32_t tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   std::int64_t row_slot(std::int32_t kv_head, std::int32_t row) const {
     return std::int64_t{kv_head} * StreamScratch::padded(rows) + row;
@@ -325,7 +327,7 @@ struct Stream {
   template <class F>
   HWY_INLINE void walk(const TokenArray& array, std::int32_t count, std::int32_t step, const F& f) const {
     const std::int32_t heads = job.params.num_kv_heads;
-    if (array.stride.token >= array.stride.head) {
+    if (by_token(array)) {
       for (std::int32_t t = 0; t < count; t += step) {
         for (std::int32_t h = 0; h < heads; ++h) f(h, t);
       }
@@ -345,8 +347,7 @@ struct Stream {
                               : rows == 2                            ? kKeysAtOnce<2>
                               : StreamScratch::padded(rows) % 4 == 0 ? 12
                                                                      : StreamScratch::kStep;
-    FetchList nothing(cached());
-    Fetch idle(nothing);
+    Fetch idle(cached());
     walk(job.k, block.count, step, [&](std::int32_t h, std::int32_t first) {
       const Raw* k = head(job.k, h);
       const std::int32_t end = std::min(first + step, block.count);
@@ -396,8 +397,7 @@ struct Stream {
   void add_seen_values(D d, const Block& block, std::int32_t kv_head, std::int32_t first_row, std::int32_t live,
                        const float* weights, float* acc) const {
     const std::int32_t dim = job.params.head_dim_vo;
-    FetchList nothing(cached());
-    Fetch idle(nothing);
+    Fetch idle(cached());
     for (int r = 0; r < live; ++r) {
       std::uint64_t bits = block.all() & at<std::uint64_t>(layout.visible)[(first_row + r) / job.group];
       while (bits != 0) {
@@ -414,10 +414,9 @@ struct Stream {
   template <class D>
   HWY_NOINLINE void add_block_values(D d, const Block& block, Fetch& fetch) const {
     // The first-level cache is to keep these rows of V for all strips, though they be a power of two apart.
-    const std::int32_t step = job.v.stride.token >= job.v.stride.head ? 12 : StreamScratch::kStep;
+    const std::int32_t step = by_token(job.v) ? 12 : StreamScratch::kStep;
     const std::int32_t dim = job.params.head_dim_vo;
-    FetchList nothing(cached());
-    Fetch idle(nothing);
+    Fetch idle(cached());
     walk(job.v, block.count, step, [&](std::int32_t h, std::int32_t t) {
       for_each_tile([&](auto tile_rows, std::int32_t row) {
         constexpr int kRows = tile_rows();
@@ -474,7 +473,7 @@ struct Stream {
     };
     if (array.stride.head == dim) {
       for (std::int32_t t = 0; t < count; ++t) append(head(array, 0) + offsets[t], std::int64_t{heads} * dim);
-    } else if (array.stride.token >= array.stride.head) {
+    } else if (by_token(array)) {
       for (std::int32_t t = 0; t < count; ++t) {
         for (std::int32_t h = 0; h < heads; ++h) append(head(array, h) + offsets[t], dim);
       }

@@ -25,6 +25,7 @@ constexpr DType kCacheTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloa
                                  DType::kFloat8E5M2};
 
 using DeviceAndOp = std::tuple<int, Op>;
+using Change = void (*)(Case&);
 
 class Attention : public testing::TestWithParam<DeviceAndOp>, public Seeded {
  protected:
@@ -178,7 +179,6 @@ TEST_P(PagedAttention, CacheScales) {
 }
 
 TEST_P(Attention, EveryOptionAndPair) {
-  using Change = void (*)(Case&);
   const Change kChanges[] = {
       [](Case&) {},
       [](Case& c) { c.params.causal = false; },
@@ -287,7 +287,6 @@ TEST_P(Attention, LargeLogits) {
 
 // However many parts a row is merged from.
 TEST_P(Attention, NanInAKeyReachesTheRowsThatSeeIt) {
-  using Change = void (*)(Case&);
   const Change kChanges[] = {
       [](Case&) {},
       [](Case& c) { c.params.causal = false; },

@@ -83,11 +83,14 @@ struct Arguments {
   std::vector<std::int32_t> kv_indptr{};
 };
 
-struct Fault {
+/// One way to spoil what a call is given.
+template <class Given>
+struct FaultOf {
   std::string name;
-  std::function<void(Arguments&)> spoil;
+  std::function<void(Given&)> spoil;
   Expected expected;
 };
+using Fault = FaultOf<Arguments>;
 
 class BadCall : public testing::TestWithParam<int>, public Seeded {
  protected:

@@ -36,12 +36,7 @@ struct Csr {
 };
 
 TEST(BadTable, EachFaultIsNamed) {
-  struct Fault {
-    const char* name;
-    std::function<void(Csr&)> apply;
-    Expected expected;
-  };
-  const Fault kFaults[] = {
+  const FaultOf<Csr> kFaults[] = {
       {"last 0",
        [](Csr& t) { t.last_page_len[1] = 0; },
        {Reason::kLastPageLen, {"request 1", "last_page_len", "0", "16"}, Status::kInvalidArgument, 1}},
@@ -100,9 +95,9 @@ TEST(BadTable, EachFaultIsNamed) {
        {Reason::kTableSize, {"request 1", "2147483664", "int32"}, Status::kInvalidArgument, 1}},
   };
   EXPECT_EQ(Csr{}.build().kv_lens()[0], 19);
-  for (const Fault& fault : kFaults) {
+  for (const FaultOf<Csr>& fault : kFaults) {
     Csr table;
-    fault.apply(table);
+    fault.spoil(table);
     expect_error(fault.name, fault.expected, [&] { table.build(); });
   }
 }
@@ -521,12 +516,7 @@ TEST_P(BadCall, Merge) {
     std::vector<PartialState> parts;
     Tensor out;
   };
-  struct MergeFault {
-    const char* name;
-    std::function<void(MergeArguments&)> spoil;
-    Expected expected;
-  };
-  const MergeFault kFaults[] = {
+  const FaultOf<MergeArguments> kFaults[] = {
       {"no parts", [](MergeArguments& m) { m.parts.clear(); }, {Reason::kPartialStates, {"parts", "1"}}},
       {"rows differ",
        [](MergeArguments& m) { m.parts[1].out.rows = 1; },
@@ -551,13 +541,12 @@ TEST_P(BadCall, Merge) {
        [](MergeArguments& m) { m.out.data = static_cast<std::byte*>(const_cast<void*>(m.parts[0].out.data)) + 64; },
        {Reason::kTensorOverlap, {"out overlaps"}}},
   };
-  for (const MergeFault& fault : kFaults) {
+  for (const FaultOf<MergeArguments>& fault : kFaults) {
     MergeArguments m{.parts = {{.out = a.device(), .lse = lse.device()}, {.out = b.device(), .lse = lse.device()}},
                      .out = out.device()};
     const MergeArguments intact = m;
     fault.spoil(m);
-    expect_error(std::string("merge with ") + fault.name, fault.expected,
-                 [&] { workspace_->merge_states(m.parts, m.out); });
+    expect_error("merge with " + fault.name, fault.expected, [&] { workspace_->merge_states(m.parts, m.out); });
     workspace_->merge_states(intact.parts, intact.out);
     out.download();
     for (std::int64_t row = 0; row < 2; ++row) {

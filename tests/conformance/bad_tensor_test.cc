@@ -248,12 +248,6 @@ TEST_P(GoodTensor, HeadMajorOutAndStridesThatDoNotMatter) {
 // --- append_kv
 // -------------------------------------------------------------------------------------------------------------
 
-struct AppendFault {
-  std::string name;
-  std::function<void(Arguments&)> spoil;
-  Expected expected;
-};
-
 TEST_P(BadTensor, AppendIntoMemoryThatIsShared) {
   Problem problem(GetParam(), good(Op::kDecode), rng_);
   TestTensor k(GetParam(), DType::kBFloat16, 3, 2, 64, Spacing::kContiguous);
@@ -262,7 +256,7 @@ TEST_P(BadTensor, AppendIntoMemoryThatIsShared) {
   v.fill_normal(rng_);
   const Expected share{Reason::kTensorStride, {"kv.", "stride", "share memory"}};
   const Expected overlap{Reason::kTensorOverlap, {"kv.v overlaps kv.k"}};
-  const std::vector<AppendFault> faults{
+  const std::vector<Fault> faults{
       {"k and v one", [](Arguments& a) { a.kv.v = a.kv.k; }, overlap},
       {"v one head behind k", [](Arguments& a) { a.kv.v = at(a.kv.k, 64 * 2); }, overlap},
       {"v half a head behind k", [](Arguments& a) { a.kv.v = at(a.kv.k, 32 * 2); }, overlap},
@@ -287,7 +281,7 @@ TEST_P(BadTensor, AppendIntoMemoryThatIsShared) {
       {"v of no type", [](Arguments& a) { a.v.dtype = kNoType; }, {Reason::kTensorDType, {"v is DType(77)"}}},
       {"kv of no type", [](Arguments& a) { a.kv.dtype = kNoType; }, {Reason::kTensorDType, {"kv is DType(77)"}}},
   };
-  for (const AppendFault& fault : faults) {
+  for (const Fault& fault : faults) {
     Arguments a = arguments(problem);
     a.k = k.device();
     a.v = v.device();
@@ -408,12 +402,7 @@ TEST_P(BadTensor, MergeIntoMemoryThatIsShared) {
     Tensor out;
     float* lse = nullptr;
   };
-  struct MergeFault {
-    const char* name;
-    std::function<void(Merge&)> spoil;
-    Expected expected;
-  };
-  const MergeFault kFaults[] = {
+  const FaultOf<Merge> kFaults[] = {
       {"rows that overlap",
        [](Merge& m) { m.out.row_stride = 32; },
        {Reason::kTensorStride, {"out", "row", "32", "48", "share memory"}}},
@@ -451,7 +440,7 @@ TEST_P(BadTensor, MergeIntoMemoryThatIsShared) {
        [](Merge& m) { m.parts[1].out.dtype = kNoType; },
        {Reason::kTensorDType, {"DType(77)", "float32"}}},
   };
-  for (const MergeFault& fault : kFaults) {
+  for (const FaultOf<Merge>& fault : kFaults) {
     Merge m{.parts = {{.out = a.device(), .lse = lse.device()}, {.out = b.device(), .lse = lse.device()}},
             .out = out.device(),
             .lse = merged.device()};
@@ -460,8 +449,7 @@ TEST_P(BadTensor, MergeIntoMemoryThatIsShared) {
     fault.spoil(m);
     out.poison();
     const WorkspaceStats before = workspace_->stats();
-    expect_error(std::string("merge with ") + fault.name, fault.expected,
-                 [&] { workspace_->merge_states(m.parts, m.out, m.lse); });
+    expect_error("merge with " + fault.name, fault.expected, [&] { workspace_->merge_states(m.parts, m.out, m.lse); });
     EXPECT_TRUE(unchanged(before, workspace_->stats())) << fault.name;
     out.download();
     EXPECT_TRUE(out.all_nan()) << fault.name;

@@ -137,7 +137,6 @@ TEST_F(PageTableFuzz, TakenExactlyWhenLegal) {
       }
       ASSERT_EQ(table.total_kv(), total);
       ASSERT_TRUE(std::ranges::equal(table.indices(), a.indices));
-      // Page sizes up to here keep a padded table small.
       ASSERT_EQ(PageTable::from_block_table(table.to_block_table(), a.num_pages), table);
     } catch (const Error& error) {
       ASSERT_FALSE(a.legal()) << "round " << round << " was refused: " << error.what();
@@ -160,15 +159,13 @@ TEST_F(PageTableFuzz, AdvanceTakesExactlyThePagesItNeeds) {
     std::int64_t needed = 0;
     bool legal = true;
     for (std::size_t r = 0; r < growth.size(); ++r) {
-      growth[r] = rng_.chance(0.1) ? nasty(0) : rng_.uniform(0, 40);
-      const std::int64_t grown = a.kv_len(r) + growth[r];
-      if (growth[r] < 0 || grown > kMost || grown / a.page_size > 4096) {
-        legal = legal && growth[r] >= 0 && grown <= kMost;
-        growth[r] = legal ? 0 : growth[r];
-      }
-      const std::int64_t pages = std::int64_t{a.indptr[r + 1]} - a.indptr[r];
-      if (growth[r] >= 0) {
-        needed += std::max<std::int64_t>((a.kv_len(r) + growth[r] + a.page_size - 1) / a.page_size - pages, 0);
+      const std::int64_t len = a.kv_len(r);
+      growth[r] = static_cast<std::int32_t>(std::min<std::int64_t>(rng_.uniform(0, 300), kMost - len));
+      if (rng_.chance(0.05)) {
+        growth[r] = rng_.pick({kLeast, -1, len > 0 ? kMost : -2});
+        legal = false;
+      } else {
+        needed += (len + growth[r] + a.page_size - 1) / a.page_size - (a.indptr[r + 1] - a.indptr[r]);
       }
     }
     std::vector<std::int32_t> pages(static_cast<std::size_t>(legal ? needed : 3));

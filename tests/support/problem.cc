@@ -320,8 +320,9 @@ testing::AssertionResult Problem::check() {
       if (case_.lse && !matches(lse_tolerance, expected_lse, lse)) {
         return failure(place(row, head) + ", lse", expected_lse, lse);
       }
-      if (!case_.lse && !spoiled_ && !std::isnan(lse))
+      if (!case_.lse && !spoiled_ && !std::isnan(lse)) {
         return failure(place(row, head) + ", lse not asked for", std::nan(""), lse);
+      }
     }
   }
   return out_.gaps_untouched();

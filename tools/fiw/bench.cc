@@ -24,10 +24,9 @@ namespace {
 
 constexpr const char* kBenchHelp =
     "Times decode and causal prefill over a list of shapes, alternating with passes that measure this machine's read\n"
-    "bandwidth and float32 FMA peak. 'of limit' is the least time that these two allow (the larger of bytes / "
-    "bandwidth\n"
-    "and operations / peak) as a share of the time of a call, medians all three. K and V rotate over more memory than\n"
-    "the caches hold. Planning is timed for a decode batch of 256.";
+    "bandwidth and float32 FMA peak. 'of limit' is the least time that these two allow (the larger of\n"
+    "bytes / bandwidth and operations / peak) as a share of the time of a call, medians all three. K and V rotate\n"
+    "over more memory than the caches hold. Planning is timed for a decode batch of 256.";
 
 struct Shape {
   std::string name;
@@ -75,8 +74,8 @@ double median(std::vector<double> values) {
 
 /// Median seconds of a call, over at least `min_seconds` and five calls. Called first twice for warmth. `between` runs
 /// between calls, untimed.
-double time_calls(
-    double min_seconds, const std::function<void(std::size_t)>& call, const std::function<void()>& between = [] {}) {
+double time_calls(double min_seconds, const std::function<void(std::size_t)>& call,
+                  const std::function<void()>& between = {}) {
   constexpr std::size_t kWarmCalls = 2;
   constexpr std::size_t kLeastSamples = 5;
   std::size_t index = 0;
@@ -87,7 +86,7 @@ double time_calls(
     const Clock::time_point start = Clock::now();
     call(index++);
     samples.push_back(seconds(Clock::now() - start));
-    between();
+    if (between) between();
   }
   return median(std::move(samples));
 }

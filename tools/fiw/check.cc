@@ -425,11 +425,11 @@ int run_check(const CheckOptions& options) {
   nlohmann::json results = nlohmann::json::array();
   int failures = 0;
   const std::vector<Case> cases = battery();
-  Progress progress;
+  std::optional<Progress> progress(std::in_place);
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];
     if (c.name().find(options.filter) == std::string::npos) continue;
-    progress.update([&] { return fmt::format("case {} of {}: {}", i + 1, cases.size(), c.name()); });
+    progress->update([&] { return fmt::format("case {} of {}: {}", i + 1, cases.size(), c.name()); });
     const Outcome outcome = Trial(c, mix(options.seed, i), *workspace).run();
     failures += outcome.ok() ? 0 : 1;
     const Tolerance& tolerance = outcome.out.tolerance();
@@ -451,6 +451,7 @@ int run_check(const CheckOptions& options) {
     }
     results.push_back(std::move(result));
   }
+  progress.reset();  // clears its line before the results come
   if (results.empty()) throw UsageError(fmt::format("--filter '{}' matches no case", options.filter));
   if (options.json) {
     print_json({{"seed", options.seed}, {"failures", failures}, {"cases", results}});
