@@ -241,6 +241,7 @@ class FlashInferWorkspace {
   static bool compiled_with(DeviceKind kind) noexcept;
 
  private:
+  friend class GraphSession;
   explicit FlashInferWorkspace(std::shared_ptr<detail::WorkspaceState> state) noexcept;
   std::shared_ptr<detail::WorkspaceState> state_;
 };

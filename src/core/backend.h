@@ -20,6 +20,8 @@
 
 namespace fiw {
 
+class GraphBackend;
+
 /// What decides a route: shapes and options, no pointers.
 struct RouteRequest {
   StepSpec spec{};  ///< with resolved params
@@ -42,6 +44,15 @@ struct RaggedKv {
   std::span<const std::int32_t> indptr{};  ///< [batch + 1]
 };
 
+/// Where a captured call finds its requests at each replay, on the device.
+struct FixedTable {
+  const std::int32_t* qo_indptr = nullptr;      ///< [batch + 1]
+  const std::int32_t* indptr = nullptr;         ///< [batch + 1]
+  const std::int32_t* indices = nullptr;        ///< [indptr[batch]]
+  const std::int32_t* last_page_len = nullptr;  ///< [batch]
+  const std::int32_t* kv_lens = nullptr;        ///< [batch]
+};
+
 /// One attention call, planned and placed.
 struct AttentionLaunch {
   const ScheduleShape* shape = nullptr;
@@ -52,7 +63,8 @@ struct AttentionLaunch {
   std::int32_t uniform_qo_len = 1;
   const KvCache* kv = nullptr;  ///< paged K/V with `table`, else null
   const PageTable* table = nullptr;
-  const RaggedKv* ragged = nullptr;  ///< ragged K/V, else null
+  const FixedTable* fixed = nullptr;  ///< a graph's, on backends that capture: read in place of `table`, else null
+  const RaggedKv* ragged = nullptr;   ///< ragged K/V, else null
   Tensor out{};
   float* lse = nullptr;
   AttentionExtras extras{};
@@ -60,12 +72,14 @@ struct AttentionLaunch {
   Stream stream = nullptr;
 };
 
+/// Rows that would come before the first token of their request are passed over.
 struct AppendLaunch {
   ConstTensor k{};
   ConstTensor v{};
   std::span<const std::int32_t> append_indptr{};
   const KvCache* kv = nullptr;
   const PageTable* table = nullptr;
+  const FixedTable* fixed = nullptr;  ///< as AttentionLaunch::fixed
   Stream stream = nullptr;
 };
 
@@ -100,6 +114,8 @@ class Backend {
   virtual void append(const AppendLaunch& launch) = 0;
   virtual void merge(const MergeLaunch& launch) = 0;
   virtual void synchronize(Stream stream) = 0;
+  /// Null where calls compute at once.
+  virtual GraphBackend* graphs() noexcept { return nullptr; }
 };
 
 /// The CPU backend with `num_threads` threads (0: OpenMP's default).

@@ -291,7 +291,7 @@ void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device, Regi
 }
 
 void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
-                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device, Regions& regions) {
+                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, bool readable, Regions& regions) {
   const auto announced = [](const char* name, const void* pointer, bool expected, Reason reason) {
     if ((pointer != nullptr) != expected) {
       fail(reason, "extras.{} is {}, the step was planned {} it", name, pointer == nullptr ? "null" : "given",
@@ -304,15 +304,14 @@ void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span
   announced("mask_indptr", extras.mask_indptr, spec.custom_mask, Reason::kMask);
   check_array("extras.sinks", extras.sinks, spec.params.num_qo_heads, regions);
   check_array("extras.alibi_slopes", extras.alibi_slopes, spec.params.num_qo_heads, regions);
-  const bool on_host = device == kCpuDevice;
-  for (std::int32_t h = 0; on_host && extras.alibi_slopes != nullptr && h < spec.params.num_qo_heads; ++h) {
+  for (std::int32_t h = 0; readable && extras.alibi_slopes != nullptr && h < spec.params.num_qo_heads; ++h) {
     if (!std::isfinite(extras.alibi_slopes[h])) {
       fail(Reason::kAlibi, "extras.alibi_slopes[{}] is {}, expected a finite value", h, extras.alibi_slopes[h]);
     }
   }
   if (!spec.custom_mask) return;
   check_array("extras.mask_indptr", extras.mask_indptr, std::ssize(kv_lens) + 1, regions);
-  if (!on_host) return;  // where the host cannot tell how long the mask is
+  if (!readable) return;  // then the host cannot tell how long the mask is
   std::int64_t mask_bytes = 0;
   for (std::size_t r = 0; r < kv_lens.size(); ++r) {
     const std::int64_t qo_len = qo_indptr.empty() ? uniform_qo_len : qo_indptr[r + 1] - qo_indptr[r];

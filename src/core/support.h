@@ -42,9 +42,9 @@ void check_kv_matches(const KvCache& kv, const StepSpec& spec);
 /// Ragged K and V of `rows` tokens.
 void check_ragged(const RaggedKv& ragged, const StepSpec& spec, int device, Regions& regions);
 
-/// Exactly the extras that the spec announces; on the CPU also their contents.
+/// Exactly the extras that the spec announces; where the host may read them now, also their contents.
 void check_extras(const AttentionExtras& extras, const StepSpec& spec, std::span<const std::int32_t> qo_indptr,
-                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, int device, Regions& regions);
+                  std::int32_t uniform_qo_len, std::span<const std::int32_t> kv_lens, bool readable, Regions& regions);
 /// Any number of heads, a head dim that attention could have given.
 void check_merge_shape(const Tensor& out);
 /// No two elements of what is written may share memory.

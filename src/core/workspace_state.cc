@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/exclusive.h"
 #include "core/fail.h"
 #include "core/hash.h"
 #include "core/support.h"
@@ -21,27 +22,6 @@ namespace {
 
 constexpr std::size_t kDefaultScratch = std::size_t{16} << 20;
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
-
-[[noreturn]] void throw_busy() {
-  throw Error(Status::kBusy, Reason::kBusyWorkspace, "the workspace is in use by another thread");
-}
-
-/// One thread at a time: the second to arrive is told so and changes nothing.
-class Exclusive {
- public:
-  explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
-    if (busy_.exchange(true, std::memory_order_acquire)) throw_busy();
-  }
-  Exclusive(const Exclusive&) = delete;
-  Exclusive& operator=(const Exclusive&) = delete;
-  ~Exclusive() {
-    busy_.store(false, std::memory_order_release);
-    busy_.notify_all();
-  }
-
- private:
-  std::atomic<bool>& busy_;
-};
 
 /// Adds the time of a scope to a counter, unless an exception leaves it.
 class Timer {
@@ -202,6 +182,7 @@ void WorkspaceState::invalidate(Scope scope) {
   const Exclusive exclusive(busy_);
   switch (scope) {
     case Scope::kRuntime:
+      ++runtime_epoch_;
       decode_cache_.invalidate();
       prefill_cache_.invalidate();
       break;
@@ -209,6 +190,7 @@ void WorkspaceState::invalidate(Scope scope) {
       prefill_cache_.invalidate();
       break;
     case Scope::kVerify:
+      ++verify_epoch_;
       verify_cache_.invalidate();
       break;
   }
@@ -338,8 +320,8 @@ void WorkspaceState::check_operands(const StepSpec& spec, const Extent& extent, 
   } else {
     support::check_ragged(*operands.ragged, spec, device_index_, read);
   }
-  support::check_extras(operands.extras, spec, extent.qo_indptr, extent.uniform_qo_len, extent.kv_lens, device_index_,
-                        read);
+  support::check_extras(operands.extras, spec, extent.qo_indptr, extent.uniform_qo_len, extent.kv_lens,
+                        device_index_ == kCpuDevice && !extent.captured, read);
   support::check_apart(written, read);
 }
 
@@ -413,9 +395,7 @@ void WorkspaceState::run(const AttentionStep& step, const Operands& operands) {
   attend(plan, &step.table_, operands);
 }
 
-void WorkspaceState::append(const AppendLaunch& launch) {
-  const Exclusive exclusive(busy_);
-  check_open();
+void WorkspaceState::check_append(const AppendLaunch& launch) const {
   const PageTable& table = *launch.table;
   const std::int32_t rows = support::check_indptr("append_indptr", launch.append_indptr, table.batch());
   Regions written;
@@ -426,17 +406,24 @@ void WorkspaceState::append(const AppendLaunch& launch) {
                         device_index_, read);
   support::check_tensor("v", launch.v, rows, launch.kv->num_kv_heads, launch.kv->head_dim_vo, launch.k.dtype,
                         device_index_, read);
-  for (std::size_t r = 0; r < table.kv_lens().size(); ++r) {
-    const std::int32_t tokens = launch.append_indptr[r + 1] - launch.append_indptr[r];
-    if (tokens > table.kv_lens()[r]) {
-      fail_at(r, Reason::kBatch, "request {} appends {} tokens, its page table entry counts {} in all", r, tokens,
-              table.kv_lens()[r]);
-    }
-  }
   support::check_array("append_indptr", launch.append_indptr.data(), std::ssize(launch.append_indptr), read);
   support::check_distinct(written);
   support::check_apart(written, read);
-  if (rows == 0) return;
+}
+
+void WorkspaceState::append(const AppendLaunch& launch) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  check_append(launch);
+  const std::span<const std::int32_t> kv_lens = launch.table->kv_lens();
+  for (std::size_t r = 0; r < kv_lens.size(); ++r) {
+    const std::int32_t tokens = launch.append_indptr[r + 1] - launch.append_indptr[r];
+    if (tokens > kv_lens[r]) {
+      fail_at(r, Reason::kBatch, "request {} appends {} tokens, its page table entry counts {} in all", r, tokens,
+              kv_lens[r]);
+    }
+  }
+  if (launch.append_indptr.empty() || launch.append_indptr.back() == 0) return;
   backend_->append(launch);
 }
 

@@ -62,6 +62,7 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   bool verify_cuda_graph() const noexcept { return verify_cuda_graph_; }
 
  private:
+  friend class GraphState;  // whose calls are this workspace's too
   struct Found {
     std::shared_ptr<Plan> plan;
     bool hit = false;
@@ -79,8 +80,11 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
     std::int32_t uniform_qo_len = 1;
     std::span<const std::int32_t> kv_lens{};
     const PageTable* table = nullptr;  ///< null for ragged
+    bool captured = false;             ///< the requests come later: what depends on their lengths goes unchecked
   };
   void check_operands(const StepSpec& spec, const Extent& extent, const Operands& operands) const;
+  /// All but that the tokens appended are among those that the table counts.
+  void check_append(const AppendLaunch& launch) const;
   std::span<const std::int32_t> ragged_lens(std::span<const std::int32_t> qo_indptr,
                                             std::span<const std::int32_t> kv_indptr);
   void reserve_scratch(std::size_t bytes, Stream stream);
@@ -99,6 +103,8 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   PlanCache prefill_cache_;
   PlanCache verify_cache_;
   std::vector<std::int32_t> ragged_lens_;  ///< of the ragged call at hand
+  std::uint64_t runtime_epoch_ = 0;  ///< counts the invalidations of decode plans
+  std::uint64_t verify_epoch_ = 0;   ///< ... of verify plans
   std::uint64_t plan_nanoseconds_ = 0;
   std::uint64_t run_nanoseconds_ = 0;
   std::atomic<bool> closed_{false};

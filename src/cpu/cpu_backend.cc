@@ -179,6 +179,7 @@ void CpuBackend::append(const AppendLaunch& launch) {
     const cpu::Request request{
         .index = r, .kv_len = cache.kv_lens[r], .pages = cache.page_indices + cache.page_indptr[r]};
     const std::int32_t token = request.kv_len - (indptr[r + 1] - row);
+    if (token < 0) continue;
     std::int64_t k_slot = 0;
     std::int64_t v_slot = 0;
     cache.token_offsets(request, token, 1, &k_slot, &v_slot);

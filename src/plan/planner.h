@@ -44,6 +44,7 @@ struct SplitPolicy {
       0;               ///< > 0: batch-invariant; every request is cut at multiples of this (rounded up to pages)
   bool graph = false;  ///< fix the grid for `max_batch` requests, so that any later table fits it
   std::int32_t max_batch = 0;  ///< graph only; 0: the batch at hand
+  std::int32_t max_pages = 0;  ///< graph only: page table entries of all requests, for a fixed split; 0: unknown
 };
 
 /// Shape of a split-KV schedule for any family but kHopper. Throws fiw::Error when a count overflows int32.

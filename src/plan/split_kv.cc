@@ -110,6 +110,12 @@ std::int64_t count_partial_rows(const Tiling& tiling, std::int32_t chunk_pages) 
   return rows;
 }
 
+// Items that splitting may add to a graph's grid. A fixed split's chunks but the first of a request are full.
+std::int64_t spare_items(const Tiling& tiling, const Grid& grid, const SplitPolicy& policy, const WorkLoad& work) {
+  if (policy.fixed_chunk_tokens == 0 || policy.max_pages == 0) return grid.spare_items();
+  return std::int64_t{tiling.tiles_of(work.uniform_qo_len)} * (policy.max_pages / fixed_chunk_pages(work, policy));
+}
+
 // Fixes the grid of a captured graph: what the largest batch can need under any table.
 void pad_for_graph(ScheduleShape& shape, const Tiling& tiling, const WorkLoad& work, const SplitPolicy& policy,
                    std::int64_t spare_items) {
@@ -170,7 +176,7 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
   shape.padded_items = shape.items;
   shape.padded_batch = shape.batch;
   shape.padded_rows = shape.total_rows;
-  if (policy.graph) pad_for_graph(shape, tiling, work, policy, may_split ? grid.spare_items() : 0);
+  if (policy.graph) pad_for_graph(shape, tiling, work, policy, may_split ? spare_items(tiling, grid, policy, work) : 0);
   if (shape.split_kv) {
     const std::int32_t uniform = tiling.uniform() ? work.uniform_qo_len : 0;
     shape.partial_rows = policy.graph ? rows_of_items(shape.padded_items, uniform, tiling.tiles_of(uniform),

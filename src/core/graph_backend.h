@@ -1,0 +1,66 @@
+// What a backend that enqueues work does for graphs: record once, repeat, and plan on the device.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "core/backend.h"
+#include "fiw/error.h"
+#include "plan/planner.h"
+
+namespace fiw {
+
+/// What replays found wrong, in memory that the host sees without waiting.
+struct GraphAlarm {
+  std::uint32_t trips = 0;  ///< replays that found something; the rest tells of the last one
+  std::int32_t reason = 0;  ///< a Reason
+  std::int32_t request = 0;
+  std::int32_t found = 0;
+  std::int32_t expected = 0;
+};
+
+/// The head of a captured step over a live table: plans, or finds out whether the plan still holds. Where the table is
+/// bad or the plan does not hold, the schedules are left without work and the alarm is raised.
+struct ReplanLaunch {
+  /// One kind of layer.
+  struct Part {
+    const ScheduleShape* shape = nullptr;  ///< of any table of this batch: sizes and offsets are the same
+    WorkLoad work{};                       ///< its kv_pages are not read
+    SplitPolicy policy{};
+    std::byte* schedule = nullptr;
+  };
+  std::span<const Part> parts{};
+  FixedTable table{};
+  std::int32_t* kv_lens = nullptr;                 ///< [batch], written
+  const std::int32_t* prepared_indptr = nullptr;   ///< what the schedules in place were made for; null: plan
+  std::int32_t batch = 0;
+  std::int32_t page_size = 1;
+  std::int64_t num_pages = 0;
+  std::int32_t max_pages = 0;
+  GraphAlarm* alarm = nullptr;
+  Stream stream = nullptr;
+};
+
+/// Recording work once and repeating it, for backends that enqueue work.
+class GraphBackend {
+ public:
+  class Recording {
+   public:
+    Recording() = default;
+    Recording(const Recording&) = delete;
+    Recording& operator=(const Recording&) = delete;
+    virtual ~Recording() = default;
+  };
+
+  virtual ~GraphBackend() = default;
+  /// From here to end() or abandon(), what is enqueued on `stream` is recorded instead of run.
+  virtual void begin(Stream stream) = 0;
+  virtual std::unique_ptr<Recording> end(Stream stream) = 0;
+  virtual void abandon(Stream stream) noexcept = 0;
+  virtual void replay(const Recording& recording, Stream stream) = 0;
+  virtual std::shared_ptr<GraphAlarm> make_alarm() = 0;
+  virtual void replan(const ReplanLaunch& launch) = 0;
+};
+
+}  // namespace fiw

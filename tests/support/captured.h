@@ -1,0 +1,43 @@
+// One attention problem as a graph session sees it: the same tensors, table after table.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "fiw/graph.h"
+#include "support/problem.h"
+#include "support/stream.h"
+
+namespace fiw::test {
+
+/// A decode or verify case whose pool is full of values, so that any page may belong to any request.
+class Captured {
+ public:
+  /// `c` has as many requests as the session's largest batch.
+  Captured(int device, const Case& c, Rng& rng);
+
+  Problem& problem() { return problem_; }
+  StepSpec spec() const { return problem_.spec(); }
+  std::int64_t num_pages() const { return problem_.table().num_pages(); }
+  std::int32_t max_batch() const { return static_cast<std::int32_t>(problem_.description().kv_lens.size()); }
+  /// What the session must allow for.
+  GraphOptions options(std::int32_t max_pages) const;
+
+  /// A table of `batch` requests of up to `max_len` tokens, some without any, on any pages.
+  PageTable random_table(std::int32_t batch, std::int32_t max_len);
+  /// The layer's call, within a capture.
+  void run(GraphSession& session, std::size_t kind = 0);
+  /// Checks what a step with this table left in the outputs, of a bucket of `bucket` requests: all its rows against the
+  /// reference, those of requests that are not there for emptiness, and the rows behind the bucket for being untouched.
+  testing::AssertionResult check(const PageTable& table, std::int32_t bucket);
+
+ private:
+  PageTable padded(const PageTable& table) const;
+
+  Rng rng_;
+  Problem problem_;
+};
+
+}  // namespace fiw::test
