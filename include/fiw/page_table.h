@@ -20,6 +20,19 @@ struct BlockTable {
   std::vector<std::int32_t> kv_lens;  ///< [batch], tokens; row i uses ceil(kv_lens[i] / page_size) entries
 };
 
+/// A page table that lies in the workspace's memory, as an engine's kernels write it; on the CPU that is host memory.
+/// FlashInferWorkspace::read_table makes a PageTable of it.
+struct DevicePageTable {
+  std::int32_t page_size = 1;
+  std::int64_t num_pages = 0;                     ///< page ids are below it
+  std::span<const std::int32_t> indptr{};         ///< [batch + 1]
+  std::span<const std::int32_t> indices{};        ///< [indptr[batch]], or more: what follows is ignored
+  std::span<const std::int32_t> last_page_len{};  ///< [batch]
+  /// The caller's word for the contents: whoever changes them gives them a version that these arrays, of these lengths,
+  /// have not had before. 0: no word is given, and the contents themselves are compared.
+  std::uint64_t version = 0;
+};
+
 /// CSR over pages: request i owns pages indices[indptr[i] .. indptr[i+1]) and its last page holds last_page_len[i]
 /// tokens.
 ///

@@ -154,7 +154,8 @@ WorkspaceState::WorkspaceState(int device_index, std::unique_ptr<Backend> backen
       arena_(std::make_shared<Arena>(backend_)),
       decode_cache_(options.cache_entries),
       prefill_cache_(options.cache_entries),
-      verify_cache_(options.cache_entries) {
+      verify_cache_(options.cache_entries),
+      device_tables_(options.cache_entries) {
   std::size_t bytes = options.workspace_bytes;
   if (bytes == 0) {
     bytes = options.limits ? FlashInferWorkspace::required_workspace(props_, *options.limits, options.plan)
@@ -178,6 +179,7 @@ void WorkspaceState::close() noexcept {
     decode_cache_.clear();
     prefill_cache_.clear();
     verify_cache_.clear();
+    device_tables_.clear();
     if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), nullptr);
     scratch_ = {};
     // Slices that steps still hold keep the arena, and the arena the backend, until those steps go.
@@ -204,6 +206,7 @@ void WorkspaceState::invalidate(Scope scope) {
     case Scope::kRuntime:
       decode_cache_.invalidate();
       prefill_cache_.invalidate();
+      device_tables_.clear();
       break;
     case Scope::kPrefill:
       prefill_cache_.invalidate();
@@ -212,6 +215,12 @@ void WorkspaceState::invalidate(Scope scope) {
       verify_cache_.invalidate();
       break;
   }
+}
+
+PageTable WorkspaceState::read_table(const DevicePageTable& table, Stream stream) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  return device_tables_.read(*backend_, table, stream);
 }
 
 PlanCache& WorkspaceState::cache_of(PlanKind kind) noexcept {
@@ -480,7 +489,9 @@ WorkspaceStats WorkspaceState::stats() const {
           .float_scratch_peak = scratch_peak_,
           .int_scratch_bytes = arena_->capacity(),
           .plan_nanoseconds = plan_nanoseconds_,
-          .run_nanoseconds = run_nanoseconds_};
+          .run_nanoseconds = run_nanoseconds_,
+          .tables_known = device_tables_.known(),
+          .tables_copied = device_tables_.copied()};
 }
 
 }  // namespace fiw::detail

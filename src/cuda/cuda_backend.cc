@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/caller_memory.h"
 #include "core/fail.h"
+#include "core/work.h"
 #include "cuda/any/any.h"
 #include "cuda/append/append.h"
 #include "cuda/device.h"
@@ -27,8 +29,9 @@ constexpr std::int64_t kVectorBytes = 16;
 // A CUDA-core schedule has one query row a request, cut without regard to the window: to a tile kernel, tiles of 16.
 constexpr std::int32_t kCoreTileRows = 16;
 
+/// As partial_bytes() counts.
 constexpr std::size_t align_up(std::size_t bytes) noexcept {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
 }
 
 /// FlashInfer's kernels move 16 bytes at a time and reckon strides, and offsets into tensors of rows, in 32 bits.
@@ -95,10 +98,11 @@ class CudaBackend final : public Backend {
   std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) override;
   void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) override;
 
+  void fetch(std::span<const HostCopy> arrays, Stream stream) override;
+
   void attend(const AttentionLaunch& launch) override;
   void append(const AppendLaunch& launch) override;
   void merge(const MergeLaunch& launch) override;
-  void synchronize(Stream stream) override;
 
  private:
   void measure();
@@ -209,7 +213,7 @@ std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
   timeline_.enter(on);
   void* memory = nullptr;
   if (allocator_.allocate != nullptr) {
-    memory = allocator_.allocate(allocator_.context, bytes, kAlignment, on);
+    memory = allocate_from(allocator_, bytes, kAlignment, on);
   } else {
     const cudaError_t status = cudaMallocAsync(&memory, bytes, on);
     if (status == cudaErrorMemoryAllocation) {
@@ -258,6 +262,30 @@ void CudaBackend::upload(std::byte* device_slice, std::span<const std::byte> sta
   timeline_.enter(on);
   ring_.upload(device_slice, staged, on);
   timeline_.leave(on);
+}
+
+void CudaBackend::fetch(std::span<const HostCopy> arrays, Stream stream) {
+  const DeviceGuard guard(device_);
+  const auto on = static_cast<cudaStream_t>(stream);
+  std::size_t bytes = 0;
+  for (const HostCopy& array : arrays) bytes += array.to.size();
+  // Pinned, so that all copies are under way before the one wait. Not uploaded: the slot is free again afterwards.
+  const std::span<std::byte> pinned = ring_.stage(bytes);
+  std::size_t at = 0;
+  cudaError_t copied = cudaSuccess;
+  for (const HostCopy& array : arrays) {
+    if (array.to.empty() || copied != cudaSuccess) continue;
+    copied = cudaMemcpyAsync(pinned.data() + at, array.from, array.to.size(), cudaMemcpyDeviceToHost, on);
+    at += array.to.size();
+  }
+  const cudaError_t waited = cudaStreamSynchronize(on);  // after a failure, too: others may be writing to the slot
+  check(copied, "cudaMemcpyAsync");
+  check(waited, "cudaStreamSynchronize");
+  at = 0;
+  for (const HostCopy& array : arrays) {
+    std::ranges::copy(pinned.subspan(at, array.to.size()), array.to.begin());
+    at += array.to.size();
+  }
 }
 
 AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceTable& table) const {
@@ -534,11 +562,6 @@ void CudaBackend::merge(const MergeLaunch& launch) {
                      launch.out, launch.lse, stream),
         "launching the merge kernel");
   timeline_.leave(stream);
-}
-
-void CudaBackend::synchronize(Stream stream) {
-  const DeviceGuard guard(device_);
-  check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
 }
 
 }  // namespace cuda

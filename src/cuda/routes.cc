@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/fail.h"
+#include "core/work.h"
 
 namespace fiw::cuda {
 namespace {
@@ -40,9 +41,6 @@ bool core_serves(const RouteRequest& request) noexcept {
   return request.paged && request.max_qo_len == 1 && request.total_rows == request.batch && !request.any_qo_len &&
          !request.spec.custom_mask && find_core(request.spec, has_options(request.spec)) != nullptr;
 }
-
-// Gathered K and V beyond this are left to the tiles, which need no copy.
-constexpr std::size_t kMostGathered = std::size_t{4} << 30;
 
 bool hopper_serves(const RouteRequest& request, const DeviceProps& device) noexcept {
   const StepSpec& spec = request.spec;
@@ -124,12 +122,6 @@ const HopperKernel* find_hopper(const StepSpec& spec, bool same_schedule_for_all
     }
   }
   return nullptr;
-}
-
-std::size_t gather_bytes(const StepSpec& spec, std::int64_t tokens) noexcept {
-  const AttentionParams& params = spec.params;
-  return static_cast<std::size_t>(tokens) * params.num_kv_heads * (params.head_dim_qk + params.head_dim_vo) *
-         size_of(spec.q_dtype);
 }
 
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept {

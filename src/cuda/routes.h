@@ -38,8 +38,6 @@ bool tile_is_built(const StepSpec& spec) noexcept;
 const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int32_t rows, bool paged) noexcept;
 /// `same_schedule_for_all_heads` as the schedule was made.
 const HopperKernel* find_hopper(const StepSpec& spec, bool same_schedule_for_all_heads) noexcept;
-/// Scratch in which a Hopper call's pages are gathered.
-std::size_t gather_bytes(const StepSpec& spec, std::int64_t tokens) noexcept;
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept;
 
 }  // namespace fiw::cuda
