@@ -426,8 +426,8 @@ FIW_API void fiw_device_page_table_init(fiw_device_page_table* table, size_t str
 /// so that all layers of the step find its plans and device copies without comparing; others are validated as
 /// fiw_page_table_from_csr does, so that nothing is launched with a page outside the cache. Once read, the arrays may
 /// change. Errors: also FIW_CLOSED, FIW_BUSY.
-FIW_API fiw_status fiw_page_table_from_device(fiw_workspace* ws, const fiw_device_page_table* table, void* stream,
-                                              fiw_page_table** out, fiw_error* err);
+FIW_API fiw_status fiw_page_table_from_device(fiw_workspace* ws, const fiw_device_page_table* table,
+                                              fiw_page_table** out, void* stream, fiw_error* err);
 
 /// Writes the padded form into the caller's `blocks` int32 [batch, max_pages], where max_pages is at least what the
 /// longest request needs, padded with `pad`, and the lengths in tokens into `kv_lens` int32 [batch] (may be null).

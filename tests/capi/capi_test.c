@@ -1570,21 +1570,21 @@ static void test_device_table(void) {
   device.indices = ints(&b, indices, 4); /* one more than are used */
   device.last_page_len = &c.dl;
   device.version = 1;
-  CHECK_OK(fiw_page_table_from_device(ws, &device, NULL, &first, &err), err);
+  CHECK_OK(fiw_page_table_from_device(ws, &device, &first, NULL, &err), err);
   CHECK(fiw_page_table_equal(first, host));
   indices[2] = 5; /* against the version's promise, so that a copy would show */
-  CHECK_OK(fiw_page_table_from_device(ws, &device, NULL, &second, &err), err);
+  CHECK_OK(fiw_page_table_from_device(ws, &device, &second, NULL, &err), err);
   CHECK(fiw_page_table_equal(second, host));
   fiw_page_table_free(second);
   device.version = 0;
-  CHECK_OK(fiw_page_table_from_device(ws, &device, NULL, &second, &err), err);
+  CHECK_OK(fiw_page_table_from_device(ws, &device, &second, NULL, &err), err);
   CHECK(!fiw_page_table_equal(second, host) && fiw_page_table_indices(second)[2] == 5);
   fiw_workspace_stats stats = FIW_WORKSPACE_STATS_INIT;
   CHECK_OK(fiw_workspace_get_stats(ws, &stats, &err), err);
   CHECK(stats.tables_known == 1 && stats.tables_copied == 2);
 
 #define CHECK_DEVICE_TABLE_FAILS(why, text)                                                                      \
-  CHECK_FAILS(fiw_page_table_from_device(ws, &device, NULL, &none, &err), err, FIW_INVALID_ARGUMENT, why, text); \
+  CHECK_FAILS(fiw_page_table_from_device(ws, &device, &none, NULL, &err), err, FIW_INVALID_ARGUMENT, why, text); \
   CHECK(none == NULL)
   indices[2] = 10;
   CHECK_DEVICE_TABLE_FAILS(FIW_REASON_PAGE_INDEX, "request 1 uses page 10");
