@@ -105,11 +105,12 @@ bool has_surplus_queries(const WorkspaceState::Request& request) {
   return false;
 }
 
-// A Hopper schedule over K and V that lie request after request; `gathered_kv` tokens are copied so first.
-ScheduleShape hopper_schedule(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy,
-                              std::int64_t gathered_kv) {
+// A Hopper schedule over K and V that lie request after request, in pages, or in pages of which `gathered_kv` tokens
+// are copied together first.
+ScheduleShape hopper_schedule(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
+                              const SplitPolicy& policy, std::int64_t gathered_kv) {
   const HopperShape hopper = shape_hopper(device, work, policy);
-  return {.family = KernelFamily::kHopper,
+  return {.family = family,
           .batch = work.batch(),
           .total_rows = static_cast<std::int32_t>(work.total_rows()),
           .max_qo_len = max_qo_len(work.qo_indptr, work.uniform_qo_len),
@@ -285,10 +286,11 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   // Everything that can fail comes before the cache is touched, so a failure leaves the last good plans in force.
   const WorkLoad work = work_load(key.traits, key.kv_counts, key.qo_indptr);
   const SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
-  const bool hopper = key.traits.family == KernelFamily::kHopper;
-  const ScheduleShape shape = hopper
-                                  ? hopper_schedule(props_, work, policy, key.table != nullptr ? total_kv(request) : 0)
-                                  : shape_schedule(key.traits.family, props_, work, policy);
+  const KernelFamily family = key.traits.family;
+  const bool hopper = is_hopper(family);
+  const bool gathers = family == KernelFamily::kHopper && key.table != nullptr;
+  const ScheduleShape shape = hopper ? hopper_schedule(family, props_, work, policy, gathers ? total_kv(request) : 0)
+                                     : shape_schedule(family, props_, work, policy);
   // Without rows nothing is launched.
   const std::size_t scratch = shape.total_rows == 0 ? 0 : backend_->scratch_bytes(shape, key.traits.spec);
   reserve_scratch(scratch, stream);

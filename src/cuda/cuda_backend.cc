@@ -48,14 +48,32 @@ bool suits_vectors(const ConstTensor& t) noexcept {
          (t.rows == 0 || t.row_stride <= std::int64_t{UINT32_MAX} / t.rows);
 }
 
+bool suits_kernels(const KvCache& kv) noexcept {
+  return suits_vectors(kv.k, kv.dtype, {kv.k_stride.page, kv.k_stride.token, kv.k_stride.head}) &&
+         suits_vectors(kv.v, kv.dtype, {kv.v_stride.page, kv.v_stride.token, kv.v_stride.head});
+}
+
 bool suits_kernels(const AttentionLaunch& launch) noexcept {
   if (!suits_vectors(launch.q) || launch.out.heads * launch.out.dim > std::int64_t{UINT32_MAX} / launch.out.rows) {
     return false;
   }
   if (launch.kv == nullptr) return suits_vectors(launch.ragged->k) && suits_vectors(launch.ragged->v);
-  const KvCache& kv = *launch.kv;
-  return suits_vectors(kv.k, kv.dtype, {kv.k_stride.page, kv.k_stride.token, kv.k_stride.head}) &&
-         suits_vectors(kv.v, kv.dtype, {kv.v_stride.page, kv.v_stride.token, kv.v_stride.head});
+  return suits_kernels(*launch.kv);
+}
+
+void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
+  view.k = kv.k;
+  view.v = kv.v;
+  view.page_size = kv.page_size;
+  view.k_page = kv.k_stride.page;
+  view.k_token = kv.k_stride.token;
+  view.k_head = kv.k_stride.head;
+  view.v_page = kv.v_stride.page;
+  view.v_token = kv.v_stride.token;
+  view.v_head = kv.v_stride.head;
+  view.indptr = table.indptr;
+  view.indices = table.indices;
+  view.last_page_len = table.last_page_len;
 }
 
 /// Copies between two tensors of one shape and type, whatever their strides.
@@ -320,20 +338,9 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
       .mask = launch.extras.mask,
       .mask_indptr = launch.extras.mask_indptr};
   args.kv.num_kv_heads = params.num_kv_heads;
-  args.kv.indptr = table.indptr;
   if (launch.kv != nullptr) {
     const KvCache& kv = *launch.kv;
-    args.kv.k = kv.k;
-    args.kv.v = kv.v;
-    args.kv.page_size = kv.page_size;
-    args.kv.k_page = kv.k_stride.page;
-    args.kv.k_token = kv.k_stride.token;
-    args.kv.k_head = kv.k_stride.head;
-    args.kv.v_page = kv.v_stride.page;
-    args.kv.v_token = kv.v_stride.token;
-    args.kv.v_head = kv.v_stride.head;
-    args.kv.indices = table.indices;
-    args.kv.last_page_len = table.last_page_len;
+    read_pages(args.kv, kv, table);
     args.sm_scale *= kv.k_scale;
     args.v_scale = kv.v_scale;
     args.k_head_scale = kv.k_head_scale;
@@ -346,6 +353,7 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
     args.kv.k_head = ragged.k.head_stride;
     args.kv.v_token = ragged.v.row_stride;
     args.kv.v_head = ragged.v.head_stride;
+    args.kv.indptr = table.indptr;
   }
   return args;
 }
@@ -389,7 +397,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                      .qo_indptr = launch.qo_indptr,
                      .uniform_qo_len = launch.qo_indptr.empty() ? launch.uniform_qo_len : 0},
                     launch.stream);
-  if (shape.family == KernelFamily::kHopper) return attend_hopper(launch, spec, table);
+  if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
   const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
@@ -456,7 +464,9 @@ ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Te
 void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& spec, const DeviceTable& table) {
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   const AttentionParams& params = *launch.params;
-  const HopperKernel* const kernel = find_hopper(spec, launch.shape->hopper.same_schedule_for_all_heads);
+  const ScheduleShape& shape = *launch.shape;
+  const bool in_place = shape.family == KernelFamily::kHopperPaged && suits_kernels(*launch.kv);
+  const HopperKernel* const kernel = find_hopper(spec, in_place);
   if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
   prepare(kernel->function, kernel->shared_bytes);
 
@@ -464,6 +474,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   std::optional<Temporary> k_copy;
   std::optional<Temporary> v_copy;
   std::optional<Temporary> out_copy;
+  std::optional<Temporary> gathered;
   const ConstTensor q = addressable(launch.q, q_copy, stream);
   Tensor out = launch.out;
   if (!suits_vectors(out)) {
@@ -477,17 +488,19 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
                            .out = out.data,
                            .lse = launch.lse,
                            .num_qo_heads = params.num_qo_heads,
+                           .window_left = params.window_left,
                            .sm_scale = params.sm_scale,
+                           .soft_cap = params.logits_soft_cap,
                            .sinks = launch.extras.sinks},
-                  .shape = &launch.shape->hopper,
+                  .shape = &shape.hopper,
                   .schedule = launch.schedule,
                   .total_rows = q.rows,
                   .out_row = out.row_stride,
                   .out_head = out.head_stride,
                   .num_workers = props_.num_workers};
+  args.call.kv.num_kv_heads = params.num_kv_heads;
   const auto read_from = [&](const ConstTensor& k, const ConstTensor& v) {
     args.total_kv = k.rows;
-    args.call.kv.num_kv_heads = params.num_kv_heads;
     args.call.kv.k = const_cast<void*>(k.data);
     args.call.kv.v = const_cast<void*>(v.data);
     args.call.kv.k_token = k.row_stride;
@@ -502,17 +515,25 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     args.call.v_scale = kv.v_scale;
     args.call.k_head_scale = kv.k_head_scale;
     args.call.v_head_scale = kv.v_head_scale;
-    const std::int64_t tokens = launch.shape->gathered_kv;
-    const ConstTensor k(launch.scratch.data(), spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
-    const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
-    const ConstTensor v(launch.scratch.data() + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
+  }
+
+  if (in_place) {
+    read_pages(args.call.kv, *launch.kv, table);
     timeline_.enter(stream);
-    check(gather_kv(kv,
-                    {.batch = launch.shape->batch,
-                     .indptr = table.indptr,
-                     .indices = table.indices,
-                     .kv_offsets = table.kv_offsets},
-                    tokens, spec.q_dtype, launch.scratch.data(), launch.scratch.data() + k_bytes, stream),
+  } else if (launch.kv != nullptr) {
+    const std::int64_t tokens = launch.table->total_kv();
+    std::byte* memory = launch.scratch.data();
+    if (shape.family == KernelFamily::kHopperPaged) {
+      memory = gathered.emplace(*this, gather_bytes(spec, tokens), launch.stream, "gathered K and V").data();
+    }
+    const ConstTensor k(memory, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
+    const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
+    const ConstTensor v(memory + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
+    timeline_.enter(stream);
+    check(gather_kv(
+              *launch.kv,
+              {.batch = shape.batch, .indptr = table.indptr, .indices = table.indices, .kv_offsets = table.kv_offsets},
+              tokens, spec.q_dtype, memory, memory + k_bytes, stream),
           "launching the gather kernel");
     read_from(k, v);
   } else {

@@ -55,6 +55,7 @@ Grid::Grid(KernelFamily family, const DeviceProps& device, const WorkLoad& work)
       break;
     case KernelFamily::kTensorTile:
     case KernelFamily::kHopper:
+    case KernelFamily::kHopperPaged:
       slots = workers * std::max(device.tile_blocks_per_sm, 1);
       break;
   }

@@ -70,8 +70,7 @@ void check_partial_elements(const ScheduleShape& shape, const WorkLoad& work) {
 }
 
 void check_family(KernelFamily family, std::int32_t max_qo_len) {
-  if (family == KernelFamily::kHopper)
-    throw Error(Status::kInternal, Reason::kBug, "Hopper schedules are shape_hopper's");
+  if (is_hopper(family)) throw Error(Status::kInternal, Reason::kBug, "Hopper schedules are shape_hopper's");
   const std::int32_t most = family == KernelFamily::kCudaCore    ? 1
                             : family == KernelFamily::kCpuStream ? kCpuStreamMaxQoLen
                                                                  : std::numeric_limits<std::int32_t>::max();

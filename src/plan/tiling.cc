@@ -32,6 +32,7 @@ std::int32_t choose_tile_rows(KernelFamily family, const DeviceProps& device, co
     case KernelFamily::kCpuStream:
     case KernelFamily::kCudaCore:
     case KernelFamily::kHopper:
+    case KernelFamily::kHopperPaged:
       break;
   }
   return 0;
