@@ -18,6 +18,10 @@ install(FILES ${PROJECT_BINARY_DIR}/fiw-config.cmake ${PROJECT_BINARY_DIR}/fiw-c
 set(pkgconfig_dir ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig)
 file(RELATIVE_PATH pkgconfig_to_libdir ${pkgconfig_dir} ${CMAKE_INSTALL_FULL_LIBDIR})
 file(RELATIVE_PATH pkgconfig_to_includedir ${pkgconfig_dir} ${CMAKE_INSTALL_FULL_INCLUDEDIR})
+set(pkgconfig_cuda_libs "")
+if(FIW_CUDA_ENABLED)  # the toolkit stays where it is
+  set(pkgconfig_cuda_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt -ldl -lpthread")
+endif()
 foreach(package IN ITEMS fiw fiw-cpp)
   configure_file(cmake/${package}.pc.in ${PROJECT_BINARY_DIR}/${package}.pc @ONLY)
   install(FILES ${PROJECT_BINARY_DIR}/${package}.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

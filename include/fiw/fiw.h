@@ -52,11 +52,11 @@
 // Tensors: `DLTensor`, any `byte_offset`, `strides` null (compact) or given with 1 for the last axis, on kDLCPU or
 // {kDLCUDA, id}, aligned to their element. Element types are float32 {kDLFloat, 32, 1}, float16 {kDLFloat, 16, 1},
 // bfloat16 {kDLBfloat, 16, 1} and, for K and V only, fp8 {FIW_DL_FLOAT8_E4M3FN, 8, 1} or {FIW_DL_FLOAT8_E5M2, 8, 1}.
-// A tensor without elements may have null data. Tensors that are written are passed as `const DLTensor*` as well: the
-// view is const, its data is not.
+// CUDA serves float32 as it is, too, by a kernel that is right rather than fast. A tensor without elements may have
+// null data. Tensors that are written are passed as `const DLTensor*` as well: the view is const, its data is not.
 //
-// Index arrays: `DLTensor`, int32 {kDLInt, 32, 1}, rank 1, compact, on the CPU. 64-bit integers are an error, never
-// converted.
+// Index arrays: `DLTensor`, int32 {kDLInt, 32, 1}, rank 1, compact, on the CPU unless their struct says otherwise.
+// 64-bit integers are an error, never converted.
 //
 // Structs: sized structs start with `struct_size`. Set them up by INIT macro or init function, then change fields. A
 // size that this library does not know is an error with reason FIW_REASON_STRUCT_SIZE; `reserved` fields stay 0.
@@ -287,13 +287,21 @@ typedef struct fiw_plan_options {
 
 FIW_API void fiw_plan_options_init(fiw_plan_options* options, size_t struct_size);
 
-/// Memory from the caller's own pool. Both callbacks must be set. They may be called from any thread that calls the
-/// workspace, must not call back into it, and must not throw.
+/// Memory from the caller's own pool, in place of cudaMallocAsync and cudaFreeAsync, or of the heap on the CPU: all
+/// scratch, plans and copies of page tables on the device. Pinned host memory for uploads is not asked for here.
+///
+/// Both callbacks must be set, may be called from any thread that calls the workspace or frees a step, and must neither
+/// throw nor call back into the workspace. They, and `context`, must live until the workspace and its steps are gone.
 typedef struct fiw_allocator {
   size_t struct_size;
-  void* (*allocate)(void* context, size_t bytes, size_t alignment, void* stream);  ///< returns null when out of memory
+  /// At least `bytes` (> 0) on the workspace's device, at a multiple of `alignment`; null: out of memory. On CUDA that
+  /// device is current, `stream` is never null (the workspace has one of its own for calls without), and the memory is
+  /// for work that is enqueued on it from now on.
+  void* (*allocate)(void* context, size_t bytes, size_t alignment, void* stream);
+  /// Takes back what `allocate` gave for `bytes`. On CUDA, work that `stream` holds already may still use it: what is
+  /// enqueued there later may not.
   void (*free)(void* context, void* memory, size_t bytes, void* stream);
-  void* context;  ///< passed through; must outlive the workspace
+  void* context;  ///< passed through
 } fiw_allocator;
 
 #define FIW_ALLOCATOR_INIT \
@@ -309,7 +317,7 @@ typedef struct fiw_workspace_options {
   const fiw_allocator* allocator;      ///< null: the backend's own
   int32_t fixed_size;                  ///< boolean: never grow; what does not fit is FIW_WORKSPACE_TOO_SMALL
   int32_t num_threads;                 ///< CPU only; 0: OpenMP's default
-  int32_t cache_entries;               ///< plans kept in each of the three scopes, 1..1024
+  int32_t cache_entries;               ///< plans kept in each of the three scopes, and device page tables, 1..1024
   int32_t verify_cuda_graph;  ///< captured verify graphs: 0 off, 1 on, -1 as SMILE_VERIFY_CUDA_GRAPH says at create;
                               ///< without effect on the CPU
 } fiw_workspace_options;
@@ -344,9 +352,9 @@ FIW_API void fiw_workspace_free(fiw_workspace* ws);
 /// True after close, and for null.
 FIW_API int32_t fiw_workspace_closed(const fiw_workspace* ws);
 
-/// Drops decode and prefill plans, on CUDA with the K/V gathered for prefills; the verify plan stays. Like the two
-/// below: for callers who want memory back or a clean slate, never needed for right results. Steps that were handed out
-/// keep their plans.
+/// Drops decode and prefill plans, on CUDA with the K/V gathered for prefills, and the versions of device page tables;
+/// the verify plan stays. Like the two below: for callers who want memory back or a clean slate, never needed for right
+/// results. Steps that were handed out keep their plans.
 ///
 /// FIW_OK without effect on null and on a closed workspace. Errors: FIW_BUSY.
 FIW_API fiw_status fiw_workspace_invalidate_runtime_cache(fiw_workspace* ws, fiw_error* err);
@@ -392,6 +400,34 @@ FIW_API fiw_status fiw_page_table_from_pages(int32_t page_size, int64_t num_page
 /// there.
 FIW_API fiw_status fiw_page_table_from_block_table(int32_t page_size, int64_t num_pages, const DLTensor* blocks,
                                                    const DLTensor* kv_lens, fiw_page_table** out, fiw_error* err);
+
+/// A page table that lies on a workspace's device, as an engine's kernels write it.
+typedef struct fiw_device_page_table {
+  size_t struct_size;
+  int32_t page_size;
+  int32_t reserved;               ///< 0
+  int64_t num_pages;              ///< page ids are below it
+  const DLTensor* indptr;         ///< int32 [batch + 1]; the three arrays lie on the workspace's device
+  const DLTensor* indices;        ///< int32 [indptr[batch]], or more: what follows is ignored
+  const DLTensor* last_page_len;  ///< int32 [batch]
+  /// The caller's word for the contents: whoever changes them gives them a version that these arrays, of these lengths,
+  /// have not had before. 0: no word is given, and the contents themselves are compared.
+  uint64_t version;
+} fiw_device_page_table;
+
+#define FIW_DEVICE_PAGE_TABLE_INIT \
+  { sizeof(fiw_device_page_table), 1, 0, 0, NULL, NULL, NULL, 0 }
+
+FIW_API void fiw_device_page_table_init(fiw_device_page_table* table, size_t struct_size);
+
+/// From device memory, once a step. Where these very arrays were read before by `ws` with this version, and it is not
+/// 0: what was read then, at once. Else the arrays are copied to the host in the order of `stream` and the call waits
+/// for that, so it is not for streams under capture. Contents equal to those of a table read before share that table,
+/// so that all layers of the step find its plans and device copies without comparing; others are validated as
+/// fiw_page_table_from_csr does, so that nothing is launched with a page outside the cache. Once read, the arrays may
+/// change. Errors: also FIW_CLOSED, FIW_BUSY.
+FIW_API fiw_status fiw_page_table_from_device(fiw_workspace* ws, const fiw_device_page_table* table,
+                                              fiw_page_table** out, void* stream, fiw_error* err);
 
 /// Writes the padded form into the caller's `blocks` int32 [batch, max_pages], where max_pages is at least what the
 /// longest request needs, padded with `pad`, and the lengths in tokens into `kv_lens` int32 [batch] (may be null).
@@ -635,8 +671,10 @@ FIW_API fiw_status fiw_device_props_cpu(int32_t threads, fiw_device_props* props
 FIW_API fiw_status fiw_device_props_h200(fiw_device_props* props, fiw_error* err);
 FIW_API fiw_status fiw_workspace_device_props(const fiw_workspace* ws, fiw_device_props* props, fiw_error* err);
 
-/// Float scratch bytes that suffice for any call within `limits` on such a device. `options` null: the defaults.
-/// Touches no device. Thread-safe.
+/// Float scratch bytes that suffice for any call within `limits` on such a device. `options` null: the defaults. Where
+/// `limits` allow prefill, a Hopper device's include the copy of all requests' K and V, up to 4 GiB, that long prefills
+/// are read from; a workspace of fixed size that has less serves these without a copy, more slowly. Touches no device.
+/// Thread-safe.
 FIW_API fiw_status fiw_required_workspace(const fiw_device_props* device, const fiw_workspace_limits* limits,
                                           const fiw_plan_options* options, size_t* bytes, fiw_error* err);
 
@@ -663,10 +701,12 @@ typedef struct fiw_workspace_stats {
   uint64_t int_scratch_bytes;    ///< capacity held for schedules
   uint64_t plan_nanoseconds;     ///< time in lookups and planning
   uint64_t run_nanoseconds;      ///< time in attention calls (host time; on the CPU that is the work)
+  uint64_t tables_known;         ///< device page tables that were known by their version
+  uint64_t tables_copied;        ///< device page tables that were copied to the host
 } fiw_workspace_stats;
 
 #define FIW_WORKSPACE_STATS_INIT \
-  { sizeof(fiw_workspace_stats), {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, 0, 0, 0, 0, 0 }
+  { sizeof(fiw_workspace_stats), {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, 0, 0, 0, 0, 0, 0, 0 }
 
 FIW_API void fiw_workspace_stats_init(fiw_workspace_stats* stats, size_t struct_size);
 

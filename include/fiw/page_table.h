@@ -21,6 +21,7 @@ struct BlockTable {
 };
 
 /// A page table that lies in the workspace's memory, as an engine's kernels write it; on the CPU that is host memory.
+/// FlashInferWorkspace::read_table makes a PageTable of it.
 struct DevicePageTable {
   std::int32_t page_size = 1;
   std::int64_t num_pages = 0;                     ///< page ids are below it

@@ -9,6 +9,7 @@
 namespace fiw {
 
 /// Element types of queries, outputs and KV caches. fp8 types are the OCP "fn" (e4m3, no infinities) and e5m2 forms.
+/// On CUDA float32 is served as it is, by a kernel that is right rather than fast.
 enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
 /// Bytes of one element; 0 for a value that DType does not name.

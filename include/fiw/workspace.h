@@ -36,13 +36,21 @@ struct WorkspaceLimits {
   bool graph = false;  ///< decode and verify run from captured graphs, whose grids are padded
 };
 
-/// Memory from the caller's own pool. Both callbacks must be set, may be called from any thread that calls the
-/// workspace, and must not call back into it.
+/// Memory from the caller's own pool, in place of cudaMallocAsync and cudaFreeAsync, or of the heap on the CPU: all
+/// scratch, plans and copies of page tables on the device. Pinned host memory for uploads is not asked for here.
+///
+/// Both callbacks must be set, may be called from any thread that calls the workspace or lets go of a step, and must
+/// neither throw nor call back into the workspace. They, and `context`, must live until the workspace and its steps are
+/// gone.
 struct Allocator {
-  void* (*allocate)(void* context, std::size_t bytes, std::size_t alignment,
-                    Stream stream) = nullptr;  ///< null: out of memory
+  /// At least `bytes` (> 0) on the workspace's device, at a multiple of `alignment`; null: out of memory. On CUDA that
+  /// device is current, `stream` is never null (the workspace has one of its own for calls without), and the memory is
+  /// for work that is enqueued on it from now on.
+  void* (*allocate)(void* context, std::size_t bytes, std::size_t alignment, Stream stream) = nullptr;
+  /// Takes back what `allocate` gave for `bytes`. On CUDA, work that `stream` holds already may still use it: what is
+  /// enqueued there later may not.
   void (*free)(void* context, void* memory, std::size_t bytes, Stream stream) = nullptr;
-  void* context = nullptr;
+  void* context = nullptr;  ///< passed through
 };
 
 /// How plans are made. Part of every plan's key.
@@ -61,7 +69,7 @@ struct WorkspaceOptions {
   bool fixed_size = false;
   std::optional<WorkspaceLimits> limits{};
   std::int32_t num_threads = 0;     ///< CPU only; 0: OpenMP's default
-  std::int32_t cache_entries = 16;  ///< plans kept in each of the three scopes (1..1024)
+  std::int32_t cache_entries = 16;  ///< plans kept in each of the three scopes, and device page tables (1..1024)
   PlanOptions plan{};
   /// Captured speculative-verify graphs; unset: on when the environment has SMILE_VERIFY_CUDA_GRAPH=1 at create, the
   /// name that its first caller, an engine, gave it. On the CPU there are no graphs, and it changes nothing.
@@ -88,6 +96,8 @@ struct WorkspaceStats {
   std::size_t int_scratch_bytes = 0;    ///< capacity held for schedules
   std::uint64_t plan_nanoseconds = 0;   ///< time in lookups and planning
   std::uint64_t run_nanoseconds = 0;    ///< time in attention calls (host time; on the CPU that is the work)
+  std::uint64_t tables_known = 0;       ///< device page tables that were known by their version
+  std::uint64_t tables_copied = 0;      ///< device page tables that were copied to the host
 };
 
 /// What a step was planned as.
@@ -177,13 +187,26 @@ class FlashInferWorkspace {
   /// Throws kClosed or kBusy, as a call would now: for bindings that have arguments of their own to check after that.
   void check_ready() const;
 
-  /// Drops decode and prefill plans, on CUDA with the K/V gathered for prefills; the verify plan stays. No-ops on a
-  /// closed workspace; kBusy if a call is running.
+  /// Drops decode and prefill plans, on CUDA with the K/V gathered for prefills, and the versions of device page
+  /// tables; the verify plan stays. No-ops on a closed workspace; kBusy if a call is running.
   void invalidate_runtime_cache();
   /// Drops prefill plans, and what was gathered for them, only.
   void invalidate_prefill_runtime_cache();
   /// Drops verify plans only.
   void invalidate_verify_runtime_cache();
+
+  // --- page tables in device memory
+  // ---------------------------------------------------------------------------------------
+
+  /// The contents of `table` as a PageTable, for the calls below: once a step, which is how the workspace knows of one.
+  ///
+  /// Where these very arrays were read before with this version, and it is not 0: what was read then, at once. Else
+  /// the arrays are copied to the host in stream order and the call waits for that, so it is not for streams under
+  /// capture. Contents equal to those of a table read before give that table back, whose plans and device copies the
+  /// layers of the step then find without comparing; others are validated as PageTable::from_csr does, so that nothing
+  /// is launched with a page outside the cache. Once read, the arrays may change. Throws fiw::Error naming the
+  /// argument, or request, value and limit.
+  PageTable read_table(const DevicePageTable& table, Stream stream = nullptr);
 
   // --- planning: validate, look the plan up or make it, return a step
   // -------------------------------------------------
@@ -235,6 +258,8 @@ class FlashInferWorkspace {
   bool verify_cuda_graph() const noexcept;
 
   /// Float scratch bytes that suffice for any call within `limits` on such a device. Host only; no device is touched.
+  /// Where `limits` allow prefill, a Hopper device's include the copy of all requests' K and V, up to 4 GiB, that long
+  /// prefills are read from; a workspace of fixed size that has less serves these without a copy, more slowly.
   static std::size_t required_workspace(const DeviceProps& device, const WorkspaceLimits& limits,
                                         const PlanOptions& options = {});
   /// True when this build has a backend for `kind`.

@@ -334,6 +334,22 @@ IndexMatrix host_index_matrix(const char* name, const DLTensor* dl) {
   return {static_cast<std::int32_t*>(v.data), v.shape[0], v.shape[1], v.stride[0]};
 }
 
+DevicePageTable device_page_table(const fiw_device_page_table* table, int device) {
+  const fiw_device_page_table& given = require_struct(table, "table");
+  check_reserved("table", given.reserved);
+  const auto read = [&](const char* name, const DLTensor* dl) -> std::span<const std::int32_t> {
+    const View v = index_view(name, dl, 1, "[n]");
+    check_device_like(name, v.device, device, "the workspace");
+    return {static_cast<const std::int32_t*>(v.data), static_cast<std::size_t>(v.shape[0])};
+  };
+  return {.page_size = given.page_size,
+          .num_pages = given.num_pages,
+          .indptr = read("table.indptr", given.indptr),
+          .indices = read("table.indices", given.indices),
+          .last_page_len = read("table.last_page_len", given.last_page_len),
+          .version = given.version};
+}
+
 KvCache kv_cache(const fiw_kv_cache* cache) {
   const fiw_kv_cache& given = require_struct(cache, "kv");
   check_reserved("kv", given.reserved);

@@ -94,6 +94,8 @@ struct IndexMatrix {
 };
 IndexMatrix host_index_matrix(const char* name, const DLTensor* dl);
 
+/// Its arrays must lie on the workspace's `device`.
+DevicePageTable device_page_table(const fiw_device_page_table* table, int device);
 KvCache kv_cache(const fiw_kv_cache* cache);
 /// `extras` may be null. The tensors belong to `q`, and the mask to `batch` requests.
 AttentionExtras extras(const fiw_attention_extras* extras, const ConstTensor& q, std::size_t batch);

@@ -32,7 +32,8 @@ FIW_ASSERT_ENDS_WITH(fiw_attention_extras, mask_indptr);
 FIW_ASSERT_ENDS_WITH(fiw_step_spec, custom_mask);
 FIW_ASSERT_ENDS_WITH(fiw_plan_info, scratch_bytes);
 FIW_ASSERT_ENDS_WITH(fiw_device_props, tile_blocks_per_sm);
-FIW_ASSERT_ENDS_WITH(fiw_workspace_stats, run_nanoseconds);
+FIW_ASSERT_ENDS_WITH(fiw_workspace_stats, tables_copied);
+FIW_ASSERT_ENDS_WITH(fiw_device_page_table, version);
 
 }  // namespace
 
@@ -80,4 +81,8 @@ void fiw_device_props_init(fiw_device_props* props, size_t struct_size) {
 
 void fiw_workspace_stats_init(fiw_workspace_stats* stats, size_t struct_size) {
   init<fiw_workspace_stats>(stats, struct_size, FIW_WORKSPACE_STATS_INIT);
+}
+
+void fiw_device_page_table_init(fiw_device_page_table* table, size_t struct_size) {
+  init<fiw_device_page_table>(table, struct_size, FIW_DEVICE_PAGE_TABLE_INIT);
 }

@@ -183,5 +183,7 @@ fiw_status fiw_workspace_get_stats(const fiw_workspace* ws, fiw_workspace_stats*
     out.int_scratch_bytes = now.int_scratch_bytes;
     out.plan_nanoseconds = now.plan_nanoseconds;
     out.run_nanoseconds = now.run_nanoseconds;
+    out.tables_known = now.tables_known;
+    out.tables_copied = now.tables_copied;
   });
 }

@@ -90,6 +90,12 @@ struct MergeLaunch {
   Stream stream = nullptr;
 };
 
+/// An array to bring to the host.
+struct HostCopy {
+  std::span<std::byte> to{};
+  const void* from = nullptr;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -110,10 +116,12 @@ class Backend {
   virtual std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) = 0;
   virtual void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) = 0;
 
+  /// Copies arrays out of the device's memory, after all that was enqueued on `stream`, and waits for that.
+  virtual void fetch(std::span<const HostCopy> arrays, Stream stream) = 0;
+
   virtual void attend(const AttentionLaunch& launch) = 0;
   virtual void append(const AppendLaunch& launch) = 0;
   virtual void merge(const MergeLaunch& launch) = 0;
-  virtual void synchronize(Stream stream) = 0;
   /// Null where calls compute at once.
   virtual GraphBackend* graphs() noexcept { return nullptr; }
 };

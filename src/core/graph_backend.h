@@ -7,7 +7,7 @@
 
 #include "core/backend.h"
 #include "fiw/error.h"
-#include "plan/planner.h"
+#include "plan/device_plan.h"
 
 namespace fiw {
 
@@ -26,8 +26,7 @@ struct ReplanLaunch {
   /// One kind of layer.
   struct Part {
     const ScheduleShape* shape = nullptr;  ///< of any table of this batch: sizes and offsets are the same
-    WorkLoad work{};                       ///< its kv_pages are not read
-    SplitPolicy policy{};
+    DevicePlan plan{};
     std::byte* schedule = nullptr;
   };
   std::span<const Part> parts{};

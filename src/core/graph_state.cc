@@ -302,9 +302,9 @@ void GraphState::enqueue_head(std::size_t bucket, Stream stream) {
   std::vector<ReplanLaunch::Part> parts;
   page_counts_.assign(static_cast<std::size_t>(buckets_[bucket]), 0);
   for (const Kind& kind : kinds_) {
-    parts.push_back({.shape = &kind.shapes[bucket],
-                     .work = work_of(kind),
-                     .policy = policy_of(kind, bucket),
+    const ScheduleShape& shape = kind.shapes[bucket];
+    parts.push_back({.shape = &shape,
+                     .plan = device_plan(shape, workspace_->props_, work_of(kind), policy_of(kind, bucket)),
                      .schedule = memory_ + kind.offset});
   }
   graphs_->replan(
@@ -573,7 +573,7 @@ bool GraphState::read_live_table(std::size_t bucket) {
 void GraphState::check(Stream stream) {
   const Exclusive exclusive(workspace_->busy_);
   check_open();
-  backend_->synchronize(stream);
+  backend_->fetch({}, stream);
   throw_if_stale();
 }
 

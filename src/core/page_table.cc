@@ -6,6 +6,7 @@
 
 #include "core/fail.h"
 #include "core/hash.h"
+#include "core/support.h"
 
 namespace fiw {
 
@@ -35,14 +36,6 @@ using detail::PageTableData;
 constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-void check_page_size(std::int32_t page_size) {
-  if (page_size < 1) fail(Reason::kPageSize, "page_size is {}, expected at least 1", page_size);
-}
-
-void check_num_pages(std::int64_t num_pages) {
-  if (num_pages < 0) fail(Reason::kTableSize, "num_pages is {}, expected at least 0", num_pages);
-}
 
 void check_index(std::int64_t request, std::int32_t page, std::int64_t num_pages) {
   if (page < 0 || page >= num_pages) {
@@ -94,8 +87,7 @@ PageTable::PageTable() {
 PageTable PageTable::from_csr(std::int32_t page_size, std::int64_t num_pages, std::span<const std::int32_t> indptr,
                               std::span<const std::int32_t> indices, std::span<const std::int32_t> last_page_len,
                               std::span<const std::int32_t> kv_lens) {
-  check_page_size(page_size);
-  check_num_pages(num_pages);
+  support::check_pool(page_size, num_pages);
   const std::size_t batch = last_page_len.size();
   if (indptr.size() != batch + 1) {
     fail(Reason::kIndptrLength, "indptr has {} entries, expected batch + 1 = {} (last_page_len has {})", indptr.size(),
@@ -150,8 +142,7 @@ namespace {
 template <class PagesOf>
 std::shared_ptr<PageTableData> from_lengths(std::int32_t page_size, std::int64_t num_pages,
                                             std::span<const std::int32_t> kv_lens, const PagesOf& pages_of) {
-  check_page_size(page_size);
-  check_num_pages(num_pages);
+  support::check_pool(page_size, num_pages);
   auto data = std::make_shared<PageTableData>();
   data->page_size = page_size;
   data->num_pages = num_pages;

@@ -17,8 +17,13 @@ enum class KernelFamily : std::uint8_t {
   kCpuTile,     ///< CPU, many rows: an item is (query tile, KV chunk), once per KV head
   kCudaCore,    ///< FlashInfer's CUDA-core decode kernel
   kTensorTile,  ///< FlashInfer's FA2 tiles: prefill, verify and grouped decode
-  kHopper,      ///< FlashInfer's FA3 kernel with its persistent per-SM work lists
+  kHopper,      ///< FlashInfer's FA3 kernel with its persistent per-SM work lists, over contiguous K and V
+  kHopperPaged  ///< the same over pages where they lie
 };
+
+constexpr bool is_hopper(KernelFamily family) noexcept {
+  return family == KernelFamily::kHopper || family == KernelFamily::kHopperPaged;
+}
 
 /// Packed (token, head-in-group) rows of a kCpuTile query tile: whole panels of 12, 24 and 48 rows.
 inline constexpr std::int32_t kCpuTileRows = 288;
@@ -29,7 +34,6 @@ inline constexpr std::int32_t kCpuStreamMaxQoLen = 64;
 struct HopperShape {
   std::int32_t works = 0;
   std::int32_t padded_works = 0;
-  bool same_schedule_for_all_heads = false;
   std::size_t qo_tile_indices = 0;
   std::size_t qo_indptr = 0;
   std::size_t kv_indptr = 0;
@@ -41,7 +45,7 @@ struct HopperShape {
   std::size_t bytes = 0;
 };
 
-/// Sizes and byte offsets of one split-KV schedule (every family but kHopper). Offsets are 16-byte aligned.
+/// Sizes and byte offsets of one split-KV schedule (every family but the Hopper ones). Offsets are 16-byte aligned.
 ///
 /// Items: (request, query tile, KV chunk) triples. Partial rows: a request that is cut into n chunks writes n partial
 /// outputs a row, at row o_indptr[request] + row * n + chunk; merge_indptr[row] .. merge_indptr[row + 1] are its
@@ -72,7 +76,7 @@ struct ScheduleShape {
   std::size_t block_valid_mask = 0;  ///< [padded_items], 1 for a real item; only under a graph
   std::size_t bytes = 0;             ///< all of the above
 
-  HopperShape hopper{};          ///< kHopper only, which has none of the arrays above
+  HopperShape hopper{};          ///< Hopper families only, which have none of the arrays above
   std::int64_t gathered_kv = 0;  ///< kHopper over pages: tokens that are copied together first
 };
 

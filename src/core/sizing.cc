@@ -47,6 +47,14 @@ class Sizing {
     return most;
   }
 
+  /// The copy of K and V that a prefill over pages may be read from.
+  std::size_t worst_gathered(const StepSpec& spec) const {
+    if (cpu_ != nullptr || device_.compute_capability != 90 || options_.batch_invariant) return 0;
+    const std::size_t token = gather_bytes(spec, 1);
+    const auto tokens = static_cast<std::size_t>(limits_.max_batch) * static_cast<std::size_t>(limits_.max_kv_len);
+    return std::min(tokens, kMostGathered / token) * token;
+  }
+
   /// As above, with and without a custom mask, which turns the causal limit off: under a window more keys are then
   /// seen.
   std::size_t worst_masked(const StepSpec& spec, std::int32_t page_size, std::int32_t uniform_qo_len,
@@ -80,6 +88,7 @@ std::size_t FlashInferWorkspace::required_workspace(const DeviceProps& device, c
     bytes = std::max(bytes, sizing.worst_masked(spec, limits.page_size, 0, limits.max_total_qo, false));
     // Ragged K/V are planned as pages of one token, whose least chunk may be shorter.
     bytes = std::max(bytes, sizing.worst_masked(spec, 1, 0, limits.max_total_qo, false));
+    bytes = std::max(bytes, sizing.worst_gathered(spec));
   }
   // A shorter window may take another kernel, which needs more.
   for (std::int32_t window = 1; window <= limits.max_verify_window; ++window) {

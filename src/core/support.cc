@@ -183,6 +183,11 @@ void check_limits(const WorkspaceLimits& limits) {
   }
 }
 
+void check_pool(std::int32_t page_size, std::int64_t num_pages) {
+  if (page_size < 1) fail(Reason::kPageSize, "page_size is {}, expected at least 1", page_size);
+  if (num_pages < 0) fail(Reason::kTableSize, "num_pages is {}, expected at least 0", num_pages);
+}
+
 std::int32_t check_indptr(const char* name, std::span<const std::int32_t> indptr, std::int32_t batch) {
   if (static_cast<std::int64_t>(indptr.size()) != std::int64_t{batch} + 1) {
     fail(Reason::kQoIndptr, "{} has {} entries, expected batch + 1 = {}", name, indptr.size(), std::int64_t{batch} + 1);

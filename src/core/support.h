@@ -23,6 +23,8 @@ void check_plan_options(const PlanOptions& options);
 void check_limits(const WorkspaceLimits& limits);
 void check_device(const DeviceProps& device);
 
+/// A pool of `num_pages` pages that a page table may name.
+void check_pool(std::int32_t page_size, std::int64_t num_pages);
 /// `name` must be an indptr of `batch` requests; returns its last entry.
 std::int32_t check_indptr(const char* name, std::span<const std::int32_t> indptr, std::int32_t batch);
 // What a check has passed it enters into the caller's list of what the call reads or writes.

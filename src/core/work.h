@@ -1,6 +1,7 @@
 // What the planners are told of a call, from what the workspace knows of it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -28,6 +29,17 @@ inline WorkLoad work_load(const PlanTraits& traits, std::span<const std::int32_t
 
 inline SplitPolicy split_policy(const PlanOptions& options, bool graph) {
   return {.fixed_chunk_tokens = options.batch_invariant ? options.fixed_split_tokens : 0, .graph = graph};
+}
+
+/// Most bytes of K and V that a call over pages copies together before a kHopper kernel reads them: longer ones take
+/// another family, which needs no copy.
+inline constexpr std::size_t kMostGathered = std::size_t{4} << 30;
+
+/// What the copies of that many tokens' K and V take, in the queries' type.
+inline std::size_t gather_bytes(const StepSpec& spec, std::int64_t tokens) noexcept {
+  const AttentionParams& params = spec.params;
+  return static_cast<std::size_t>(tokens) * params.num_kv_heads * (params.head_dim_qk + params.head_dim_vo) *
+         size_of(spec.q_dtype);
 }
 
 }  // namespace fiw

@@ -52,6 +52,10 @@ void FlashInferWorkspace::invalidate_runtime_cache() { state_->invalidate(Worksp
 void FlashInferWorkspace::invalidate_prefill_runtime_cache() { state_->invalidate(WorkspaceState::Scope::kPrefill); }
 void FlashInferWorkspace::invalidate_verify_runtime_cache() { state_->invalidate(WorkspaceState::Scope::kVerify); }
 
+PageTable FlashInferWorkspace::read_table(const DevicePageTable& table, Stream stream) {
+  return state_->read_table(table, stream);
+}
+
 DecodeStep FlashInferWorkspace::plan_decode(const PageTable& table, const StepSpec& spec) {
   return state_->plan_step<DecodeStep>({.kind = PlanKind::kDecode, .table = &table}, spec);
 }

@@ -85,11 +85,12 @@ bool has_surplus_queries(const WorkspaceState::Request& request) {
   return false;
 }
 
-// A Hopper schedule over K and V that lie request after request; `gathered_kv` tokens are copied so first.
-ScheduleShape hopper_schedule(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy,
-                              std::int64_t gathered_kv) {
+// A Hopper schedule over K and V that lie request after request, in pages, or in pages of which `gathered_kv` tokens
+// are copied together first.
+ScheduleShape hopper_schedule(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
+                              const SplitPolicy& policy, std::int64_t gathered_kv) {
   const HopperShape hopper = shape_hopper(device, work, policy);
-  return {.family = KernelFamily::kHopper,
+  return {.family = family,
           .batch = work.batch(),
           .total_rows = static_cast<std::int32_t>(work.total_rows()),
           .max_qo_len = max_qo_len(work.qo_indptr, work.uniform_qo_len),
@@ -134,7 +135,8 @@ WorkspaceState::WorkspaceState(int device_index, std::unique_ptr<Backend> backen
       arena_(std::make_shared<Arena>(backend_)),
       decode_cache_(options.cache_entries),
       prefill_cache_(options.cache_entries),
-      verify_cache_(options.cache_entries) {
+      verify_cache_(options.cache_entries),
+      device_tables_(options.cache_entries) {
   std::size_t bytes = options.workspace_bytes;
   if (bytes == 0) {
     bytes = options.limits ? FlashInferWorkspace::required_workspace(props_, *options.limits, options.plan)
@@ -158,6 +160,7 @@ void WorkspaceState::close() noexcept {
     decode_cache_.clear();
     prefill_cache_.clear();
     verify_cache_.clear();
+    device_tables_.clear();
     if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), nullptr);
     scratch_ = {};
     // Slices that steps still hold keep the arena, and the arena the backend, until those steps go.
@@ -185,6 +188,7 @@ void WorkspaceState::invalidate(Scope scope) {
       ++runtime_epoch_;
       decode_cache_.invalidate();
       prefill_cache_.invalidate();
+      device_tables_.clear();
       break;
     case Scope::kPrefill:
       prefill_cache_.invalidate();
@@ -194,6 +198,12 @@ void WorkspaceState::invalidate(Scope scope) {
       verify_cache_.invalidate();
       break;
   }
+}
+
+PageTable WorkspaceState::read_table(const DevicePageTable& table, Stream stream) {
+  const Exclusive exclusive(busy_);
+  check_open();
+  return device_tables_.read(*backend_, table, stream);
 }
 
 PlanCache& WorkspaceState::cache_of(PlanKind kind) noexcept {
@@ -258,10 +268,11 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   // Everything that can fail comes before the cache is touched, so a failure leaves the last good plans in force.
   const WorkLoad work = work_load(key.traits, key.kv_counts, key.qo_indptr);
   const SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
-  const bool hopper = key.traits.family == KernelFamily::kHopper;
-  const ScheduleShape shape = hopper
-                                  ? hopper_schedule(props_, work, policy, key.table != nullptr ? total_kv(request) : 0)
-                                  : shape_schedule(key.traits.family, props_, work, policy);
+  const KernelFamily family = key.traits.family;
+  const bool hopper = is_hopper(family);
+  const bool gathers = family == KernelFamily::kHopper && key.table != nullptr;
+  const ScheduleShape shape = hopper ? hopper_schedule(family, props_, work, policy, gathers ? total_kv(request) : 0)
+                                     : shape_schedule(family, props_, work, policy);
   // Without rows nothing is launched.
   const std::size_t scratch = shape.total_rows == 0 ? 0 : backend_->scratch_bytes(shape, key.traits.spec);
   reserve_scratch(scratch, stream);
@@ -467,7 +478,9 @@ WorkspaceStats WorkspaceState::stats() const {
           .float_scratch_peak = scratch_peak_,
           .int_scratch_bytes = arena_->capacity(),
           .plan_nanoseconds = plan_nanoseconds_,
-          .run_nanoseconds = run_nanoseconds_};
+          .run_nanoseconds = run_nanoseconds_,
+          .tables_known = device_tables_.known(),
+          .tables_copied = device_tables_.copied()};
 }
 
 }  // namespace fiw::detail

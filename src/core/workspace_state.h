@@ -8,6 +8,7 @@
 
 #include "core/arena.h"
 #include "core/backend.h"
+#include "core/device_tables.h"
 #include "core/plan_cache.h"
 #include "fiw/workspace.h"
 
@@ -25,6 +26,8 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
 
   enum class Scope : std::uint8_t { kRuntime, kPrefill, kVerify };
   void invalidate(Scope scope);
+
+  PageTable read_table(const DevicePageTable& table, Stream stream);
 
   /// What is planned: the same facts whatever the kind.
   struct Request {
@@ -102,6 +105,7 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   PlanCache decode_cache_;
   PlanCache prefill_cache_;
   PlanCache verify_cache_;
+  DeviceTables device_tables_;
   std::vector<std::int32_t> ragged_lens_;  ///< of the ragged call at hand
   std::uint64_t runtime_epoch_ = 0;  ///< counts the invalidations of decode plans
   std::uint64_t verify_epoch_ = 0;   ///< ... of verify plans

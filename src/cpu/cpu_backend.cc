@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "core/caller_memory.h"
 #include "cpu/job.h"
 #include "cpu/kernels.h"
 #include "fiw/error.h"
@@ -108,9 +109,7 @@ std::size_t CpuBackend::scratch_bytes(const ScheduleShape& shape, const StepSpec
 }
 
 std::byte* CpuBackend::allocate(std::size_t bytes, Stream stream) {
-  if (allocator_.allocate != nullptr) {
-    return static_cast<std::byte*>(allocator_.allocate(allocator_.context, bytes, kAlignment, stream));
-  }
+  if (allocator_.allocate != nullptr) return allocate_from(allocator_, bytes, kAlignment, stream);
   if (bytes > std::numeric_limits<std::size_t>::max() - kAlignment) return nullptr;
   return static_cast<std::byte*>(std::aligned_alloc(kAlignment, cpu::align_scratch(std::max<std::size_t>(bytes, 1))));
 }
@@ -120,6 +119,12 @@ void CpuBackend::release(std::byte* memory, std::size_t bytes, Stream stream) no
     allocator_.free(allocator_.context, memory, bytes, stream);
   } else {
     std::free(memory);
+  }
+}
+
+void CpuBackend::fetch(std::span<const HostCopy> arrays, Stream /*stream*/) {
+  for (const HostCopy& array : arrays) {
+    std::copy_n(static_cast<const std::byte*>(array.from), array.to.size(), array.to.begin());
   }
 }
 

@@ -18,11 +18,11 @@ class CpuBackend final : public Backend {
   void release(std::byte* memory, std::size_t bytes, Stream stream) noexcept override;
   std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) override { return {device_slice, bytes}; }
   void upload(std::byte* /*device_slice*/, std::span<const std::byte> /*staged*/, Stream /*stream*/) override {}
+  void fetch(std::span<const HostCopy> arrays, Stream stream) override;
 
   void attend(const AttentionLaunch& launch) override;
   void append(const AppendLaunch& launch) override;
   void merge(const MergeLaunch& launch) override;
-  void synchronize(Stream /*stream*/) override {}
 
  private:
   DeviceProps props_;

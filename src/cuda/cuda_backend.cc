@@ -5,11 +5,14 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/caller_memory.h"
 #include "core/fail.h"
+#include "core/work.h"
 #include "cuda/any/any.h"
 #include "cuda/append/append.h"
 #include "cuda/device.h"
 #include "cuda/gather/gather.h"
+#include "cuda/graphs.h"
 #include "cuda/merge/merge.h"
 #include "cuda/pinned_ring.h"
 #include "cuda/routes.h"
@@ -27,8 +30,9 @@ constexpr std::int64_t kVectorBytes = 16;
 // A CUDA-core schedule has one query row a request, cut without regard to the window: to a tile kernel, tiles of 16.
 constexpr std::int32_t kCoreTileRows = 16;
 
+/// As partial_bytes() counts.
 constexpr std::size_t align_up(std::size_t bytes) noexcept {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
 }
 
 /// FlashInfer's kernels move 16 bytes at a time and reckon strides, and offsets into tensors of rows, in 32 bits.
@@ -45,14 +49,32 @@ bool suits_vectors(const ConstTensor& t) noexcept {
          (t.rows == 0 || t.row_stride <= std::int64_t{UINT32_MAX} / t.rows);
 }
 
+bool suits_kernels(const KvCache& kv) noexcept {
+  return suits_vectors(kv.k, kv.dtype, {kv.k_stride.page, kv.k_stride.token, kv.k_stride.head}) &&
+         suits_vectors(kv.v, kv.dtype, {kv.v_stride.page, kv.v_stride.token, kv.v_stride.head});
+}
+
 bool suits_kernels(const AttentionLaunch& launch) noexcept {
   if (!suits_vectors(launch.q) || launch.out.heads * launch.out.dim > std::int64_t{UINT32_MAX} / launch.out.rows) {
     return false;
   }
   if (launch.kv == nullptr) return suits_vectors(launch.ragged->k) && suits_vectors(launch.ragged->v);
-  const KvCache& kv = *launch.kv;
-  return suits_vectors(kv.k, kv.dtype, {kv.k_stride.page, kv.k_stride.token, kv.k_stride.head}) &&
-         suits_vectors(kv.v, kv.dtype, {kv.v_stride.page, kv.v_stride.token, kv.v_stride.head});
+  return suits_kernels(*launch.kv);
+}
+
+void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
+  view.k = kv.k;
+  view.v = kv.v;
+  view.page_size = kv.page_size;
+  view.k_page = kv.k_stride.page;
+  view.k_token = kv.k_stride.token;
+  view.k_head = kv.k_stride.head;
+  view.v_page = kv.v_stride.page;
+  view.v_token = kv.v_stride.token;
+  view.v_head = kv.v_stride.head;
+  view.indptr = table.indptr;
+  view.indices = table.indices;
+  view.last_page_len = table.last_page_len;
 }
 
 /// Copies between two tensors of one shape and type, whatever their strides.
@@ -95,13 +117,26 @@ class CudaBackend final : public Backend {
   std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) override;
   void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) override;
 
+  void fetch(std::span<const HostCopy> arrays, Stream stream) override;
+
   void attend(const AttentionLaunch& launch) override;
   void append(const AppendLaunch& launch) override;
   void merge(const MergeLaunch& launch) override;
-  void synchronize(Stream stream) override;
+  GraphBackend* graphs() noexcept override { return &graphs_; }
 
  private:
   void measure();
+  /// What a graph would repeat wrongly is not for streams under capture.
+  static void refuse_capture(cudaStream_t stream);
+  /// The device copy of a call's requests; a captured call's own, put together in `fixed`.
+  const DeviceTable& table_of(const AttentionLaunch& launch, DeviceTable& fixed);
+  /// Takes and leaves a call's place in the timeline; a captured call has one at each replay instead.
+  void enter(cudaStream_t stream, bool captured) {
+    if (!captured) timeline_.enter(stream);
+  }
+  void leave(cudaStream_t stream, bool captured) {
+    if (!captured) timeline_.leave(stream);
+  }
   /// Our own stream where the caller names none: what it carries is ordered by the timeline, not by the default stream.
   cudaStream_t own_or(Stream stream) const noexcept {
     return stream == nullptr ? own_ : static_cast<cudaStream_t>(stream);
@@ -129,6 +164,7 @@ class CudaBackend final : public Backend {
   DeviceProps props_;
   cudaStream_t own_ = nullptr;
   Timeline timeline_;
+  Graphs graphs_{device_, timeline_};
   PinnedRing ring_;
   std::unordered_set<const void*> prepared_;
   std::optional<TableCache> tables_;
@@ -203,13 +239,21 @@ void CudaBackend::prepare(const void* function, std::size_t shared_bytes) {
   prepared_.insert(function);
 }
 
+void CudaBackend::refuse_capture(cudaStream_t stream) {
+  if (!is_capturing(stream)) return;
+  unsupported(Reason::kOptions,
+              "the stream is being captured: a graph would repeat this call with the requests of now; record it by "
+              "GraphSession::run() or append_kv()");
+}
+
 std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
+  refuse_capture(on);
   timeline_.enter(on);
   void* memory = nullptr;
   if (allocator_.allocate != nullptr) {
-    memory = allocator_.allocate(allocator_.context, bytes, kAlignment, on);
+    memory = allocate_from(allocator_, bytes, kAlignment, on);
   } else {
     const cudaError_t status = cudaMallocAsync(&memory, bytes, on);
     if (status == cudaErrorMemoryAllocation) {
@@ -255,9 +299,34 @@ std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t
 void CudaBackend::upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) {
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
+  refuse_capture(on);
   timeline_.enter(on);
   ring_.upload(device_slice, staged, on);
   timeline_.leave(on);
+}
+
+void CudaBackend::fetch(std::span<const HostCopy> arrays, Stream stream) {
+  const DeviceGuard guard(device_);
+  const auto on = static_cast<cudaStream_t>(stream);
+  std::size_t bytes = 0;
+  for (const HostCopy& array : arrays) bytes += array.to.size();
+  // Pinned, so that all copies are under way before the one wait. Not uploaded: the slot is free again afterwards.
+  const std::span<std::byte> pinned = ring_.stage(bytes);
+  std::size_t at = 0;
+  cudaError_t copied = cudaSuccess;
+  for (const HostCopy& array : arrays) {
+    if (array.to.empty() || copied != cudaSuccess) continue;
+    copied = cudaMemcpyAsync(pinned.data() + at, array.from, array.to.size(), cudaMemcpyDeviceToHost, on);
+    at += array.to.size();
+  }
+  const cudaError_t waited = cudaStreamSynchronize(on);  // after a failure, too: others may be writing to the slot
+  check(copied, "cudaMemcpyAsync");
+  check(waited, "cudaStreamSynchronize");
+  at = 0;
+  for (const HostCopy& array : arrays) {
+    std::ranges::copy(pinned.subspan(at, array.to.size()), array.to.begin());
+    at += array.to.size();
+  }
 }
 
 AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceTable& table) const {
@@ -292,20 +361,9 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
       .mask = launch.extras.mask,
       .mask_indptr = launch.extras.mask_indptr};
   args.kv.num_kv_heads = params.num_kv_heads;
-  args.kv.indptr = table.indptr;
   if (launch.kv != nullptr) {
     const KvCache& kv = *launch.kv;
-    args.kv.k = kv.k;
-    args.kv.v = kv.v;
-    args.kv.page_size = kv.page_size;
-    args.kv.k_page = kv.k_stride.page;
-    args.kv.k_token = kv.k_stride.token;
-    args.kv.k_head = kv.k_stride.head;
-    args.kv.v_page = kv.v_stride.page;
-    args.kv.v_token = kv.v_stride.token;
-    args.kv.v_head = kv.v_stride.head;
-    args.kv.indices = table.indices;
-    args.kv.last_page_len = table.last_page_len;
+    read_pages(args.kv, kv, table);
     args.sm_scale *= kv.k_scale;
     args.v_scale = kv.v_scale;
     args.k_head_scale = kv.k_head_scale;
@@ -318,6 +376,7 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
     args.kv.k_head = ragged.k.head_stride;
     args.kv.v_token = ragged.v.row_stride;
     args.kv.v_head = ragged.v.head_stride;
+    args.kv.indptr = table.indptr;
   }
   return args;
 }
@@ -344,6 +403,24 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
   return {.tile = find_tile(spec, variant, launch.shape->tile_rows, launch.kv != nullptr)};
 }
 
+const DeviceTable& CudaBackend::table_of(const AttentionLaunch& launch, DeviceTable& fixed) {
+  if (launch.fixed != nullptr) {
+    fixed = {.indptr = launch.fixed->indptr,
+             .indices = launch.fixed->indices,
+             .last_page_len = launch.fixed->last_page_len,
+             .kv_lens = launch.fixed->kv_lens,
+             .qo_indptr = launch.fixed->qo_indptr,
+             .rows_before_start = launch.uniform_qo_len > 1};  // some later table may have such a request
+    return fixed;
+  }
+  refuse_capture(static_cast<cudaStream_t>(launch.stream));
+  return tables_->find({.table = launch.table,
+                        .kv_indptr = launch.ragged != nullptr ? launch.ragged->indptr : std::span<const std::int32_t>{},
+                        .qo_indptr = launch.qo_indptr,
+                        .uniform_qo_len = launch.qo_indptr.empty() ? launch.uniform_qo_len : 0},
+                       launch.stream);
+}
+
 void CudaBackend::attend(const AttentionLaunch& launch) {
   const DeviceGuard guard(device_);
   const auto stream = static_cast<cudaStream_t>(launch.stream);
@@ -355,13 +432,10 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                       .sinks = launch.extras.sinks != nullptr,
                       .alibi = launch.extras.alibi_slopes != nullptr,
                       .custom_mask = launch.extras.mask != nullptr};
-  const DeviceTable& table =
-      tables_->find({.table = launch.table,
-                     .kv_indptr = launch.ragged != nullptr ? launch.ragged->indptr : std::span<const std::int32_t>{},
-                     .qo_indptr = launch.qo_indptr,
-                     .uniform_qo_len = launch.qo_indptr.empty() ? launch.uniform_qo_len : 0},
-                    launch.stream);
-  if (shape.family == KernelFamily::kHopper) return attend_hopper(launch, spec, table);
+  DeviceTable fixed;
+  const DeviceTable& table = table_of(launch, fixed);
+  const bool captured = launch.fixed != nullptr && is_capturing(stream);
+  if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
   const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
@@ -376,13 +450,16 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   } else if (!flashinfer || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
     args.out = out.data;
     args.lse = launch.lse;
+  } else if (captured) {
+    fail(Reason::kTensorStride, "out is not contiguous and aligned to {} bytes, as this captured call needs",
+         kVectorBytes);
   } else {
     bounce.emplace(*this, static_cast<std::size_t>(out.rows) * row_bytes, launch.stream, "contiguous output");
     args.out = bounce->data();
     args.lse = launch.lse;
   }
 
-  timeline_.enter(stream);
+  enter(stream, captured);
   if (chosen.core != nullptr) {
     prepare(chosen.core->function, chosen.core->shared_bytes);
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
@@ -411,7 +488,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   } else if (bounce) {
     copy_tensor(out, ConstTensor(bounce->data(), out.dtype, out.rows, out.heads, out.dim, out.device), stream);
   }
-  timeline_.leave(stream);
+  leave(stream, captured);
 }
 
 ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream) {
@@ -428,7 +505,9 @@ ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Te
 void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& spec, const DeviceTable& table) {
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   const AttentionParams& params = *launch.params;
-  const HopperKernel* const kernel = find_hopper(spec, launch.shape->hopper.same_schedule_for_all_heads);
+  const ScheduleShape& shape = *launch.shape;
+  const bool in_place = shape.family == KernelFamily::kHopperPaged && suits_kernels(*launch.kv);
+  const HopperKernel* const kernel = find_hopper(spec, in_place);
   if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
   prepare(kernel->function, kernel->shared_bytes);
 
@@ -436,6 +515,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   std::optional<Temporary> k_copy;
   std::optional<Temporary> v_copy;
   std::optional<Temporary> out_copy;
+  std::optional<Temporary> gathered;
   const ConstTensor q = addressable(launch.q, q_copy, stream);
   Tensor out = launch.out;
   if (!suits_vectors(out)) {
@@ -449,17 +529,19 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
                            .out = out.data,
                            .lse = launch.lse,
                            .num_qo_heads = params.num_qo_heads,
+                           .window_left = params.window_left,
                            .sm_scale = params.sm_scale,
+                           .soft_cap = params.logits_soft_cap,
                            .sinks = launch.extras.sinks},
-                  .shape = &launch.shape->hopper,
+                  .shape = &shape.hopper,
                   .schedule = launch.schedule,
                   .total_rows = q.rows,
                   .out_row = out.row_stride,
                   .out_head = out.head_stride,
                   .num_workers = props_.num_workers};
+  args.call.kv.num_kv_heads = params.num_kv_heads;
   const auto read_from = [&](const ConstTensor& k, const ConstTensor& v) {
     args.total_kv = k.rows;
-    args.call.kv.num_kv_heads = params.num_kv_heads;
     args.call.kv.k = const_cast<void*>(k.data);
     args.call.kv.v = const_cast<void*>(v.data);
     args.call.kv.k_token = k.row_stride;
@@ -474,17 +556,25 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     args.call.v_scale = kv.v_scale;
     args.call.k_head_scale = kv.k_head_scale;
     args.call.v_head_scale = kv.v_head_scale;
-    const std::int64_t tokens = launch.shape->gathered_kv;
-    const ConstTensor k(launch.scratch.data(), spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
-    const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
-    const ConstTensor v(launch.scratch.data() + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
+  }
+
+  if (in_place) {
+    read_pages(args.call.kv, *launch.kv, table);
     timeline_.enter(stream);
-    check(gather_kv(kv,
-                    {.batch = launch.shape->batch,
-                     .indptr = table.indptr,
-                     .indices = table.indices,
-                     .kv_offsets = table.kv_offsets},
-                    tokens, spec.q_dtype, launch.scratch.data(), launch.scratch.data() + k_bytes, stream),
+  } else if (launch.kv != nullptr) {
+    const std::int64_t tokens = launch.table->total_kv();
+    std::byte* memory = launch.scratch.data();
+    if (shape.family == KernelFamily::kHopperPaged) {
+      memory = gathered.emplace(*this, gather_bytes(spec, tokens), launch.stream, "gathered K and V").data();
+    }
+    const ConstTensor k(memory, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
+    const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
+    const ConstTensor v(memory + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
+    timeline_.enter(stream);
+    check(gather_kv(
+              *launch.kv,
+              {.batch = shape.batch, .indptr = table.indptr, .indices = table.indices, .kv_offsets = table.kv_offsets},
+              tokens, spec.q_dtype, memory, memory + k_bytes, stream),
           "launching the gather kernel");
     read_from(k, v);
   } else {
@@ -501,17 +591,24 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
 void CudaBackend::append(const AppendLaunch& launch) {
   const DeviceGuard guard(device_);
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  const DeviceTable& table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
-  timeline_.enter(stream);
-  check(append_kv(launch.k, launch.v, *launch.kv,
-                  {.batch = launch.table->batch(),
-                   .append_indptr = table.qo_indptr,
-                   .indptr = table.indptr,
-                   .indices = table.indices,
-                   .kv_lens = table.kv_lens},
-                  stream),
-        "launching the append kernel");
-  timeline_.leave(stream);
+  AppendTable at{.batch = launch.table->batch()};
+  if (launch.fixed != nullptr) {
+    at.append_indptr = launch.fixed->qo_indptr;
+    at.indptr = launch.fixed->indptr;
+    at.indices = launch.fixed->indices;
+    at.kv_lens = launch.fixed->kv_lens;
+  } else {
+    refuse_capture(stream);
+    const DeviceTable& table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
+    at.append_indptr = table.qo_indptr;
+    at.indptr = table.indptr;
+    at.indices = table.indices;
+    at.kv_lens = table.kv_lens;
+  }
+  const bool captured = launch.fixed != nullptr && is_capturing(stream);
+  enter(stream, captured);
+  check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");
+  leave(stream, captured);
 }
 
 void CudaBackend::merge(const MergeLaunch& launch) {
@@ -529,16 +626,12 @@ void CudaBackend::merge(const MergeLaunch& launch) {
     std::ranges::copy(std::as_bytes(std::span(parts_)), staged.begin());
     upload(device_parts->data(), staged, launch.stream);
   }
-  timeline_.enter(stream);
+  const bool captured = is_capturing(stream);
+  enter(stream, captured);
   check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
                      launch.out, launch.lse, stream),
         "launching the merge kernel");
-  timeline_.leave(stream);
-}
-
-void CudaBackend::synchronize(Stream stream) {
-  const DeviceGuard guard(device_);
-  check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
+  leave(stream, captured);
 }
 
 }  // namespace cuda

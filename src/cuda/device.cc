@@ -30,8 +30,10 @@ bool is_sticky(cudaError_t status) {
 
 void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
-  const std::string message = fmt::format("{} failed: {} ({}, {})", call, cudaGetErrorString(status),
-                                          cudaGetErrorName(status), static_cast<int>(status));
+  const char* const hint =
+      status == cudaErrorNoKernelImageForDevice ? "; -DFIW_CUDA_ARCHITECTURES builds for other devices" : "";
+  const std::string message = fmt::format("{} failed: {} ({}, {}){}", call, cudaGetErrorString(status),
+                                          cudaGetErrorName(status), static_cast<int>(status), hint);
   if (!is_sticky(status)) cudaGetLastError();  // or the next launch check would report it again
   const Status kind = status == cudaErrorMemoryAllocation ? Status::kOutOfMemory
                       : is_sticky(status)                 ? Status::kFailed

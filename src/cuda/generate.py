@@ -20,7 +20,7 @@ def instances(manifest, set_name):
     """(family, q, kv, head_dim_qk, head_dim_vo, variant) of a set, in manifest order, each once."""
     found = {}
     for rule in manifest["sets"][set_name]:
-        variants = manifest["tile_variants"] if rule["family"] == "tile" else [""]
+        variants = rule.get("variants", manifest["variants"][rule["family"]])
         for q in rule["q"]:
             for kv in rule["kv"]:
                 for qk, vo in rule["head_dims"]:
@@ -41,7 +41,7 @@ def unit(instance):
         call = f"tile_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}, {vo}, TileVariant::{camel(variant)}>()"
     elif family == "hopper":
         header, row = "cuda/fa3/hopper.cuh", "HopperKernel"
-        call = f"hopper_kernels<{CPP_TYPES[q]}, {qk}, {vo}>()"
+        call = f"hopper_kernels<{CPP_TYPES[q]}, {qk}, {vo}, HopperVariant::{camel(variant)}>()"
     else:
         header, row = "cuda/decode/core.cuh", "CoreKernel"
         call = f"core_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}>()"

@@ -10,11 +10,12 @@ namespace fiw::cuda {
 
 /// What FIW_CUDA_ROUTE asks for.
 enum class RouteChoice : std::uint8_t {
-  kTable,   ///< unset or empty: the table decides
-  kCore,    ///< "core": CUDA-core decode where it can serve a call
-  kTile,    ///< "tile": FlashInfer's FA2 tiles
-  kHopper,  ///< "hopper": FA3 over contiguous K and V where it can serve a call
-  kAny,     ///< "any": attend_any for everything
+  kTable,        ///< unset or empty: the table decides
+  kCore,         ///< "core": CUDA-core decode where it can serve a call
+  kTile,         ///< "tile": FlashInfer's FA2 tiles
+  kHopper,       ///< "hopper": FA3 over contiguous K and V where it can serve a call
+  kHopperPaged,  ///< "hopper_paged": FA3 over pages where it can serve a call
+  kAny,          ///< "any": attend_any for everything
 };
 
 /// The family whose schedule serves a request; kUnsupported naming the option where only another build would serve it.
@@ -36,10 +37,7 @@ TileVariant choose_variant(const TileNeeds& needs) noexcept;
 bool tile_is_built(const StepSpec& spec) noexcept;
 /// The kernel, or null when this build has none.
 const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int32_t rows, bool paged) noexcept;
-/// `same_schedule_for_all_heads` as the schedule was made.
-const HopperKernel* find_hopper(const StepSpec& spec, bool same_schedule_for_all_heads) noexcept;
-/// Scratch in which a Hopper call's pages are gathered.
-std::size_t gather_bytes(const StepSpec& spec, std::int64_t tokens) noexcept;
+const HopperKernel* find_hopper(const StepSpec& spec, bool paged) noexcept;
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept;
 
 }  // namespace fiw::cuda

@@ -19,16 +19,10 @@ namespace fiw {
 namespace {
 
 constexpr std::size_t kAlignment = 16;
-// Above so many works a head, one list for all heads is balanced enough and a fraction of the size.
-constexpr std::int64_t kMaxWorksPerHead = 4096;
 constexpr std::int64_t kInt32Max = std::numeric_limits<std::int32_t>::max();
 
 // The kernel's query tile, in tokens: it does not pack the heads of a group.
 std::int32_t tile_tokens(const WorkLoad& work) noexcept { return work.head_dim_vo == 64 ? 192 : 128; }
-
-std::int32_t listed_heads(const HopperShape& shape, const WorkLoad& work) noexcept {
-  return shape.same_schedule_for_all_heads ? 1 : work.num_qo_heads;
-}
 
 std::int32_t first_row(const WorkLoad& work, std::int32_t r) noexcept {
   return work.qo_indptr.empty() ? r * work.uniform_qo_len : work.qo_indptr[r];
@@ -134,8 +128,7 @@ HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const 
                                     : (work.total_rows() + batch * (tokens - 1)) / tokens;
   }
   HopperShape shape;
-  shape.same_schedule_for_all_heads = padded > kMaxWorksPerHead;
-  const std::int64_t heads = listed_heads(shape, work);
+  const std::int64_t heads = work.num_qo_heads;
   if (padded * heads > kInt32Max) {
     fail(Reason::kSizeOverflow, "the number of works is {}, which does not fit 32 bits", padded * heads);
   }
@@ -165,7 +158,7 @@ void write_hopper(const HopperShape& shape, const DeviceProps& device, const Wor
   if (out.size() < shape.bytes) {
     throw Error(Status::kInternal, Reason::kBug, "the memory for a schedule is smaller than its shape");
   }
-  const std::int32_t heads = listed_heads(shape, work);
+  const std::int32_t heads = work.num_qo_heads;
   const std::int32_t groups = std::gcd(device.num_workers, heads);
   const std::int32_t group_heads = heads / groups;
   const std::int32_t group_workers = device.num_workers / groups;

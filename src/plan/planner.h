@@ -47,7 +47,7 @@ struct SplitPolicy {
   std::int32_t max_pages = 0;  ///< graph only: page table entries of all requests, for a fixed split; 0: unknown
 };
 
-/// Shape of a split-KV schedule for any family but kHopper. Throws fiw::Error when a count overflows int32.
+/// Shape of a split-KV schedule for any family but the Hopper ones. Throws fiw::Error when a count overflows int32.
 ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
                              const SplitPolicy& policy);
 /// Writes the arrays of `shape` into `out` (at least shape.bytes, 16-byte aligned). `work` is what the shape was made

@@ -5,6 +5,7 @@
 
 #include "core/fail.h"
 #include "plan/chunk.h"
+#include "plan/device_plan.h"
 #include "plan/planner.h"
 #include "plan/tiling.h"
 
@@ -70,8 +71,7 @@ void check_partial_elements(const ScheduleShape& shape, const WorkLoad& work) {
 }
 
 void check_family(KernelFamily family, std::int32_t max_qo_len) {
-  if (family == KernelFamily::kHopper)
-    throw Error(Status::kInternal, Reason::kBug, "Hopper schedules are shape_hopper's");
+  if (is_hopper(family)) throw Error(Status::kInternal, Reason::kBug, "Hopper schedules are shape_hopper's");
   const std::int32_t most = family == KernelFamily::kCudaCore    ? 1
                             : family == KernelFamily::kCpuStream ? kCpuStreamMaxQoLen
                                                                  : std::numeric_limits<std::int32_t>::max();
@@ -187,6 +187,20 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
   }
   lay_out(shape);
   return shape;
+}
+
+DevicePlan device_plan(const ScheduleShape& shape, const DeviceProps& device, const WorkLoad& work,
+                       const SplitPolicy& policy) {
+  const Tiling tiling(shape.family, work, shape.tile_rows);
+  const bool fixed = shape.split_kv && policy.fixed_chunk_tokens > 0;
+  return {.qo_len = work.uniform_qo_len,
+          .tiles = tiling.tiles_of(work.uniform_qo_len),
+          .reach = tiling.reach_of(work.uniform_qo_len),
+          .spared_span = tiling.spared_span(work.uniform_qo_len),
+          .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
+          .page_size = work.page_size,
+          .split_kv = shape.split_kv,
+          .grid = Grid(shape.family, device, work)};
 }
 
 void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<std::byte> out) {

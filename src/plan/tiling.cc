@@ -32,6 +32,7 @@ std::int32_t choose_tile_rows(KernelFamily family, const DeviceProps& device, co
     case KernelFamily::kCpuStream:
     case KernelFamily::kCudaCore:
     case KernelFamily::kHopper:
+    case KernelFamily::kHopperPaged:
       break;
   }
   return 0;
@@ -62,12 +63,8 @@ Tiling::Tiling(KernelFamily family, const WorkLoad& work, std::int32_t tile_rows
 
 Tiling::Totals Tiling::totals() const noexcept {
   Totals totals;
-  // Causal rows see half of the keys of their own span on average.
-  const bool triangular = work_.causal && work_.window_left < 0;
-  const auto spared = [&](std::int32_t pages, std::int32_t rows) {
-    return triangular ? 0.5 * std::min(pages, rows / work_.page_size) : 0.0;
-  };
-  if (uniform() && (!triangular || work_.uniform_qo_len < work_.page_size)) {
+  const auto spared = [&](std::int32_t pages, std::int32_t rows) { return 0.5 * std::min(pages, spared_span(rows)); };
+  if (uniform() && spared_span(work_.uniform_qo_len) == 0) {
     if (uniform_tiles_ == 0) return totals;
     std::int64_t pages = 0;
     for (const std::int32_t count : work_.kv_pages) {

@@ -40,6 +40,11 @@ class Tiling {
   /// Most pages that one tile of a request of `qo_len` tokens can see through the window.
   std::int32_t reach_of(std::int32_t qo_len) const noexcept;
 
+  /// Pages of a request of `qo_len` tokens of which its rows see half on average: those of its own span.
+  std::int32_t spared_span(std::int32_t qo_len) const noexcept {
+    return work_.causal && work_.window_left < 0 ? qo_len / work_.page_size : 0;
+  }
+
   /// Items when every tile is cut into chunks of `chunk_pages`.
   std::int64_t items(std::int32_t chunk_pages) const noexcept;
 

@@ -1016,6 +1016,7 @@ static void test_struct_init(void) {
   CHECK_INIT(fiw_plan_info, FIW_PLAN_INFO_INIT);
   CHECK_INIT(fiw_device_props, FIW_DEVICE_PROPS_INIT);
   CHECK_INIT(fiw_workspace_stats, FIW_WORKSPACE_STATS_INIT);
+  CHECK_INIT(fiw_device_page_table, FIW_DEVICE_PAGE_TABLE_INIT);
 }
 
 static void test_error_struct(void) {
@@ -1276,6 +1277,7 @@ static void test_closed(void) {
   CHECK_CLOSED(fiw_ragged_prefill(ws, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_append_kv(ws, NULL, NULL, NULL, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_merge_states(ws, NULL, NULL, 0, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_page_table_from_device(ws, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_plan_decode(ws, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_plan_prefill(ws, NULL, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_plan_verify(ws, -1, NULL, NULL, NULL, &err));
@@ -1549,6 +1551,68 @@ static void test_page_table(void) {
   CHECK(fiw_page_table_batch(copy) == 2 && fiw_page_table_total_kv(copy) == 0);
   fiw_page_table_free(copy);
   fiw_page_table_free(csr), fiw_page_table_free(pages), fiw_page_table_free(blocks), fiw_page_table_free(NULL);
+}
+
+/* On the CPU a device's memory is the host's. */
+static void test_device_table(void) {
+  int32_t indptr[3] = {0, 2, 3}, indices[4] = {7, 1, 4, -1}, last[2] = {3, 16};
+  tensor a, b, c;
+  fiw_error err = new_error();
+  fiw_workspace* ws = new_workspace();
+  fiw_page_table *host = NULL, *first = NULL, *second = NULL, *none = (fiw_page_table*)&err;
+  CHECK_OK(
+      fiw_page_table_from_csr(16, 10, ints(&a, indptr, 3), ints(&b, indices, 3), ints(&c, last, 2), NULL, &host, &err),
+      err);
+  fiw_device_page_table device = FIW_DEVICE_PAGE_TABLE_INIT;
+  device.page_size = 16;
+  device.num_pages = 10;
+  device.indptr = &a.dl;
+  device.indices = ints(&b, indices, 4); /* one more than are used */
+  device.last_page_len = &c.dl;
+  device.version = 1;
+  CHECK_OK(fiw_page_table_from_device(ws, &device, &first, NULL, &err), err);
+  CHECK(fiw_page_table_equal(first, host));
+  indices[2] = 5; /* against the version's promise, so that a copy would show */
+  CHECK_OK(fiw_page_table_from_device(ws, &device, &second, NULL, &err), err);
+  CHECK(fiw_page_table_equal(second, host));
+  fiw_page_table_free(second);
+  device.version = 0;
+  CHECK_OK(fiw_page_table_from_device(ws, &device, &second, NULL, &err), err);
+  CHECK(!fiw_page_table_equal(second, host) && fiw_page_table_indices(second)[2] == 5);
+  fiw_workspace_stats stats = FIW_WORKSPACE_STATS_INIT;
+  CHECK_OK(fiw_workspace_get_stats(ws, &stats, &err), err);
+  CHECK(stats.tables_known == 1 && stats.tables_copied == 2);
+
+#define CHECK_DEVICE_TABLE_FAILS(why, text)                                                                      \
+  CHECK_FAILS(fiw_page_table_from_device(ws, &device, &none, NULL, &err), err, FIW_INVALID_ARGUMENT, why, text); \
+  CHECK(none == NULL)
+  indices[2] = 10;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_PAGE_INDEX, "request 1 uses page 10");
+  CHECK(err.index == 1);
+  indices[2] = 4;
+  device.page_size = 0;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_PAGE_SIZE, "page_size is 0");
+  device.page_size = 16;
+  c.dl.device.device_type = kDLCUDA;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_TENSOR_DEVICE,
+                           "table.last_page_len is on CUDA device 0, expected the CPU, as the workspace");
+  c.dl.device.device_type = kDLCPU;
+  c.dl.dtype = kI64;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_INDEX_TYPE, "table.last_page_len: int64, expected int32");
+  c.dl.dtype = kI32;
+  device.indices = NULL;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_TENSOR_NULL, "table.indices is null");
+  device.indices = &b.dl;
+  device.reserved = 1;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_OPTIONS, "table.reserved is 1");
+  device.reserved = 0;
+  device.struct_size = 1;
+  CHECK_DEVICE_TABLE_FAILS(FIW_REASON_STRUCT_SIZE, "table.struct_size is 1");
+#undef CHECK_DEVICE_TABLE_FAILS
+  fiw_page_table_free(second);
+  fiw_page_table_free(first);
+  fiw_page_table_free(host);
+  fiw_workspace_free(ws);
 }
 
 static void test_bad_tables(void) {
@@ -1932,6 +1996,7 @@ int main(int argc, char** argv) {
   test_workspace();
   test_options();
   test_page_table();
+  test_device_table();
   test_bad_tables();
   test_helpers();
   test_sizes();

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "fiw/workspace.h"
+
 namespace {
 
 using testing::HasSubstr;
@@ -165,9 +167,17 @@ TEST_F(Program, ADeviceThatThisBuildCannotDriveIsAFailure) {
 TEST_F(Program, InfoTellsWhatIsThere) {
   const nlohmann::json info = results("info");
   EXPECT_EQ(info["version"], FIW_VERSION);
-  EXPECT_EQ(info["backends"][0], "cpu");
+  const bool cuda = fiw::FlashInferWorkspace::compiled_with(fiw::DeviceKind::kCuda);
+  EXPECT_EQ(info["backends"], cuda ? nlohmann::json({"cpu", "cuda"}) : nlohmann::json::array({"cpu"}));
   EXPECT_EQ(info["devices"][0]["index"], -1);
   EXPECT_GE(info["devices"][0]["workers"].get<int>(), 1);
+  const std::string state = info["cuda"].get<std::string>();
+  if (info["devices"].size() > 1) {
+    EXPECT_EQ(state, "present");
+    EXPECT_EQ(info["devices"][1]["kind"], "cuda");
+  } else {
+    EXPECT_THAT(state, HasSubstr(cuda ? "no CUDA device is present" : "not compiled in"));
+  }
   const auto available = info["simd"]["available"].get<std::vector<std::string>>();
   EXPECT_THAT(available, testing::Contains(info["simd"]["chosen"].get<std::string>()));
   EXPECT_GE(info["defaults"]["cache_entries"].get<int>(), 1);
@@ -177,6 +187,7 @@ TEST_F(Program, InfoTellsWhatIsThere) {
   EXPECT_EQ(people.err, "");
   EXPECT_THAT(people.out, HasSubstr("SIMD chosen"));
   EXPECT_THAT(people.out, HasSubstr(info["simd"]["chosen"].get<std::string>()));
+  EXPECT_THAT(people.out, HasSubstr(state));
 }
 
 TEST_F(Program, CheckPassesOnThisMachine) {

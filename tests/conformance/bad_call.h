@@ -63,6 +63,8 @@ inline testing::AssertionResult unchanged(const WorkspaceStats& before, const Wo
   compare("int scratch", before.int_scratch_bytes, after.int_scratch_bytes);
   compare("plan ns", before.plan_nanoseconds, after.plan_nanoseconds);
   compare("run ns", before.run_nanoseconds, after.run_nanoseconds);
+  compare("tables known", before.tables_known, after.tables_known);
+  compare("tables copied", before.tables_copied, after.tables_copied);
   if (changes.str().empty()) return testing::AssertionSuccess();
   return testing::AssertionFailure() << "changed:" << changes.str();
 }

@@ -1,13 +1,17 @@
-// What only a CUDA device can get wrong: streams, the current device, uploads in flight, K and V of different strides.
+// What only a CUDA device can get wrong: streams, the current device, uploads in flight, memory of the caller's, page
+// tables in device memory, K and V of different strides.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "gate.h"
 #include "support/problem.h"
 
 namespace fiw::test {
@@ -28,25 +32,6 @@ class OwnedStream {
 
  private:
   cudaStream_t stream_ = nullptr;
-};
-
-/// Holds a stream back until released.
-class Gate {
- public:
-  explicit Gate(cudaStream_t stream) {
-    check(cudaLaunchHostFunc(
-        stream, [](void* open) { static_cast<std::atomic<bool>*>(open)->wait(false); }, &open_));
-  }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-  ~Gate() { release(); }
-  void release() {
-    open_ = true;
-    open_.notify_all();
-  }
-
- private:
-  std::atomic<bool> open_{false};
 };
 
 class Cuda : public testing::Test, public Seeded {
@@ -238,6 +223,91 @@ TEST_F(Cuda, KAndVOfDifferentStrides) {
     problem.fetch_outputs();
     EXPECT_TRUE(problem.check());
   }
+}
+
+/// Memory from CUDA's own pool, and what the callbacks were given.
+struct WatchedPool {
+  std::set<void*> live;
+  std::set<Stream> streams;
+  bool device_was_current = true;
+
+  Allocator allocator() {
+    return {.allocate = [](void* self, std::size_t bytes, std::size_t alignment, Stream stream) -> void* {
+              auto& pool = *static_cast<WatchedPool*>(self);
+              pool.note(stream);
+              void* memory = nullptr;
+              EXPECT_EQ(cudaMallocAsync(&memory, bytes, static_cast<cudaStream_t>(stream)), cudaSuccess);
+              EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % alignment, 0U);
+              pool.live.insert(memory);
+              return memory;
+            },
+            .free =
+                [](void* self, void* memory, std::size_t, Stream stream) {
+                  auto& pool = *static_cast<WatchedPool*>(self);
+                  pool.note(stream);
+                  EXPECT_EQ(pool.live.erase(memory), 1U);
+                  EXPECT_EQ(cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)), cudaSuccess);
+                },
+            .context = this};
+  }
+  void note(Stream stream) {
+    int current = -1;
+    device_was_current &= cudaGetDevice(&current) == cudaSuccess && current == kDevice;
+    streams.insert(stream);
+  }
+};
+
+TEST_F(Cuda, TheCallersAllocatorIsGivenTheCallsStream) {
+  WatchedPool pool;
+  {
+    const auto workspace = make_workspace(kDevice, {.workspace_bytes = 64, .allocator = pool.allocator()});
+    const OwnedStream stream;
+    Problem problem(kDevice, decode({6000, 17}), rng_);
+    problem.call(*workspace);
+    EXPECT_TRUE(problem.check());
+    EXPECT_FALSE(pool.streams.contains(stream.get()));
+    workspace->invalidate_runtime_cache();
+    Problem larger(kDevice, decode({60000, 17, 3000}), rng_);
+    larger.poison_outputs();
+    synchronize(kDevice);
+    workspace->decode(larger.q().device(), larger.cache().device(), larger.table(), larger.description().params,
+                      larger.out().device(), larger.device_lse(), {}, stream.get());
+    EXPECT_TRUE(pool.streams.contains(stream.get()));
+    stream.synchronize();
+    larger.fetch_outputs();
+    EXPECT_TRUE(larger.check());
+  }
+  EXPECT_TRUE(pool.live.empty());
+  EXPECT_FALSE(pool.streams.contains(nullptr));
+  EXPECT_TRUE(pool.device_was_current);
+}
+
+TEST_F(Cuda, TablesAreReadInStreamOrder) {
+  const auto workspace = make_workspace(kDevice);
+  const OwnedStream stream;
+  const Mirror<std::int32_t> indptr(kDevice, {0, 2});
+  const Mirror<std::int32_t> last_page_len(kDevice, {5});
+  const Mirror<std::int32_t> indices(kDevice, {3, 4});
+  const Mirror<std::int32_t> fresh(kDevice, {8, 9});
+  std::vector<std::int32_t> kept;
+  {
+    Gate gate(stream.get());
+    check(cudaMemcpyAsync(indices.device(), fresh.device(), 2 * sizeof(std::int32_t), cudaMemcpyDeviceToDevice,
+                          stream.get()));
+    std::thread opener([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      gate.release();
+    });
+    const PageTable read = workspace->read_table({.page_size = 16,
+                                                  .num_pages = 10,
+                                                  .indptr = {indptr.device(), 2},
+                                                  .indices = {indices.device(), 2},
+                                                  .last_page_len = {last_page_len.device(), 1}},
+                                                 stream.get());
+    opener.join();
+    kept.assign(read.indices().begin(), read.indices().end());
+  }
+  EXPECT_EQ(kept, fresh.host());
 }
 
 }  // namespace

@@ -21,12 +21,12 @@ function(check_program)
   endif()
 endfunction()
 
-function(cmake_consumer project)
+function(cmake_consumer project)  # further arguments go to cmake
   run(${CMAKE_COMMAND} -S ${SOURCE}/tests/install/${project} -B ${build} -G ${GENERATOR}
       -D CMAKE_BUILD_TYPE=${BUILD_TYPE} -D CMAKE_PREFIX_PATH=${prefix}
       -D CMAKE_C_COMPILER=${CC} -D CMAKE_CXX_COMPILER=${CXX}
       -D CMAKE_C_COMPILER_LAUNCHER=${LAUNCHER} -D CMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}
-      -D FIW_SOURCE=${SOURCE} -D FIW_VERSION=${VERSION})
+      -D FIW_SOURCE=${SOURCE} -D FIW_VERSION=${VERSION} ${ARGN})
   run(${CMAKE_COMMAND} --build ${build})
 endfunction()
 
@@ -46,7 +46,7 @@ elseif(CONSUMER STREQUAL "find_package_c")
   cmake_consumer(consumer_c)
   check_program(${build}/consumer_c)
 elseif(CONSUMER STREQUAL "add_subdirectory")
-  cmake_consumer(consumer_subdirectory)
+  cmake_consumer(consumer_subdirectory -D FIW_CUDA=OFF)
   check_program(${build}/consumer_cpp)
   check_program(${build}/consumer_c)
 elseif(CONSUMER STREQUAL "pkg_config_cpp")

@@ -426,7 +426,7 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     ASSERT_EQ(indptr[0], 0);
     ASSERT_EQ(indptr[c.device.num_workers], shape.works);
     ASSERT_LE(shape.works, shape.padded_works);
-    const std::int32_t heads = shape.same_schedule_for_all_heads ? 1 : c.work.num_qo_heads;
+    const std::int32_t heads = c.work.num_qo_heads;
     std::vector<std::int32_t> first_tile{0};
     std::vector<std::int64_t> jobs;
     for (std::size_t r = 0; r < c.kv_lens.size(); ++r) {

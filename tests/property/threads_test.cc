@@ -118,6 +118,7 @@ TEST_P(BusyWorkspace, SecondThreadIsRefusedAndChangesNothing) {
   }
   expect_busy("a step", [&] { others.front().run(step); });
   expect_busy("append_kv", [&] { others.front().grow_each(*workspace, 0); });
+  expect_busy("read_table", [&] { workspace->read_table({}); });
   expect_busy("invalidate_runtime_cache", [&] { workspace->invalidate_runtime_cache(); });
   expect_busy("invalidate_prefill_runtime_cache", [&] { workspace->invalidate_prefill_runtime_cache(); });
   expect_busy("invalidate_verify_runtime_cache", [&] { workspace->invalidate_verify_runtime_cache(); });

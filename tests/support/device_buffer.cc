@@ -36,6 +36,8 @@ void copy_bytes(int device, void* to, const void* from, std::size_t bytes) {
     std::memcpy(to, from, bytes);
   } else {
     check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+    // A copy to the device may be on its way yet, and streams that do not block would not wait for it.
+    check(cudaStreamSynchronize(cudaStreamLegacy));
   }
 }
 #else

@@ -362,7 +362,7 @@ TEST(Plan, PlanningAllocatesNothing) {
   EXPECT_EQ(allocations, before);
 }
 
-TEST(Plan, HopperListsEveryHeadOrOneForAll) {
+TEST(Plan, HopperListsEveryHead) {
   const std::vector<std::int32_t> kv_lens = {300, 0, 128};
   const std::vector<std::int32_t> indptr = {0, 300, 300, 428};
   WorkLoad work = heads(4, 2);
@@ -370,20 +370,8 @@ TEST(Plan, HopperListsEveryHeadOrOneForAll) {
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
   EXPECT_EQ(shape_hopper(device, work, {}).works, 4 * (3 + 1));
-  EXPECT_FALSE(shape_hopper(device, work, {}).same_schedule_for_all_heads);
   EXPECT_EQ(shape_hopper(device, work, {.graph = true, .max_batch = 5}).padded_works, 4 * ((428 + 5 * 127) / 128));
   EXPECT_EQ(error_of([&] { shape_hopper(device, work, {.graph = true, .max_batch = 2}); }).reason(), Reason::kBatch);
-
-  const std::vector<std::int32_t> many_lens(8, 65536);
-  std::vector<std::int32_t> many_indptr;
-  for (std::int32_t r = 0; r <= 8; ++r) many_indptr.push_back(65536 * r);
-  work.kv_pages = many_lens;
-  work.qo_indptr = many_indptr;
-  EXPECT_FALSE(shape_hopper(device, work, {}).same_schedule_for_all_heads) << "4096 works a head";
-  const std::vector<std::int32_t> more_indptr = {0, 65537, 131072, 196608, 262144, 327680, 393216, 458752, 524288};
-  work.qo_indptr = more_indptr;
-  EXPECT_TRUE(shape_hopper(device, work, {}).same_schedule_for_all_heads) << "4097 works a head";
-  EXPECT_EQ(shape_hopper(device, work, {}).works, 4097);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // required_workspace suffices for calls smaller than the limits, which may take a kernel that needs more.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -84,6 +85,29 @@ TEST(Sizing, AbsurdLimitsNeverWrap) {
     }
   }
   EXPECT_GT(refused, 100);
+}
+
+TEST(Sizing, CountsTheCopyThatLongPrefillsAreReadFromOnHopper) {
+  constexpr std::size_t kMost = std::size_t{4} << 30;
+  WorkspaceLimits limits{.params = {.num_qo_heads = 32, .num_kv_heads = 8, .head_dim_qk = 192, .head_dim_vo = 128},
+                         .max_batch = 3,
+                         .max_total_qo = 2000,
+                         .max_kv_len = 5000,
+                         .kv_dtype = DType::kFloat8E4M3};
+  const auto required = [&](const DeviceProps& device, const PlanOptions& options = {}) {
+    return FlashInferWorkspace::required_workspace(device, limits, options);
+  };
+  DeviceProps ampere = DeviceProps::h200();
+  ampere.compute_capability = 80;
+  const std::size_t token = std::size_t{8} * (192 + 128) * 2;  // in the type of the queries, whatever the cache's is
+  EXPECT_EQ(required(DeviceProps::h200()), std::max(required(ampere), 3 * 5000 * token));
+  EXPECT_GT(required(DeviceProps::h200()), required(ampere));
+  limits.max_kv_len = 1 << 20;
+  EXPECT_EQ(required(DeviceProps::h200()), std::max(required(ampere), kMost / token * token));
+  const PlanOptions invariant{.batch_invariant = true};
+  EXPECT_EQ(required(DeviceProps::h200(), invariant), required(ampere, invariant));
+  limits.max_total_qo = 0;
+  EXPECT_EQ(required(DeviceProps::h200()), required(ampere));
 }
 
 TEST(Sizing, RefusesWhatCreateRefuses) {

@@ -28,15 +28,18 @@ Engine::Engine(const EngineOptions& options, const Scheduler& scheduler)
 
   for (std::int32_t layer = 0; layer < options.layers; ++layer) {
     OwnedKvCache& cache = caches_.emplace_back(options.kv_dtype, batching.num_pages, batching.page_size,
-                                               params.num_kv_heads, params.head_dim_qk);
+                                               params.num_kv_heads, params.head_dim_qk, KvLayout::kNHD, options.device);
     if (is_fp8(options.kv_dtype)) cache.view.k_scale = cache.view.v_scale = kReplayFp8Scale;
   }
   const std::int64_t rows = batching.token_budget;
-  q_ = OwnedTensor(options.dtype, rows, params.num_qo_heads, params.head_dim_qk);
-  k_ = OwnedTensor(options.dtype, rows, params.num_kv_heads, params.head_dim_qk);
-  v_ = OwnedTensor(options.dtype, rows, params.num_kv_heads, params.head_dim_qk);
-  out_ = OwnedTensor(options.dtype, rows, params.num_qo_heads, params.head_dim_qk);
-  lse_ = Buffer(static_cast<std::size_t>(rows) * params.num_qo_heads * sizeof(float));
+  const auto tensor = [&](DType dtype, std::int64_t heads, std::int64_t dim) {
+    return MirroredTensor(dtype, rows, heads, dim, options.device);
+  };
+  q_ = tensor(options.dtype, params.num_qo_heads, params.head_dim_qk);
+  k_ = tensor(options.dtype, params.num_kv_heads, params.head_dim_qk);
+  v_ = tensor(options.dtype, params.num_kv_heads, params.head_dim_qk);
+  out_ = tensor(options.dtype, params.num_qo_heads, params.head_dim_qk);
+  lse_ = tensor(DType::kFloat32, 1, params.num_qo_heads);
 }
 
 std::size_t Engine::cache_bytes() const noexcept {
@@ -99,32 +102,38 @@ void Engine::lay_out(Group& group) const {
 
 void Engine::run_layer(Work work, const Group& group, std::int64_t step, std::int32_t layer, StepTimes& times,
                        RowCheck* check, ChromeTrace* trace) {
-  const Tensor q = q_.rows(group.rows());
-  const Tensor k = k_.rows(group.rows());
-  const Tensor v = v_.rows(group.rows());
-  const Tensor out = out_.rows(group.rows());
+  const std::int64_t rows = group.rows();
+  const Tensor q = q_.host(rows);
+  const Tensor k = k_.host(rows);
+  const Tensor v = v_.host(rows);
   for (std::size_t i = 0; i < group.spans.size(); ++i) {
     const RowSpan& span = group.spans[i];
     data_.write_kv(scheduler_, span.request, span.start, span.count, layer, k, v, group.qo_indptr[i]);
     data_.write_q(scheduler_, span.request, span.start, span.count, layer, q, group.qo_indptr[i]);
   }
+  for (const MirroredTensor* tensor : {&q_, &k_, &v_}) tensor->upload(rows);
 
   const KvCache& cache = caches_[layer].view;
   const Clock::time_point start = Clock::now();
-  workspace_->append_kv(k, v, group.qo_indptr, cache, group.table);
+  workspace_->append_kv(k_.device(rows), v_.device(rows), group.qo_indptr, cache, group.table);
+  synchronize(options_.device);
   const Clock::time_point appended = Clock::now();
-  group.plan.run(q, cache, out, lse_.as<float>());
+  group.plan.run(q_.device(rows), cache, out_.device(rows), static_cast<float*>(lse_.device(rows).data));
+  synchronize(options_.device);
   const Clock::time_point attended = Clock::now();
 
   times.append += appended - start;
   (work == Work::kPrefill ? times.prefill : times.decode) += attended - appended;
   if (trace != nullptr) {
-    const nlohmann::json args = {{"layer", layer}, {"rows", group.rows()}};
+    const nlohmann::json args = {{"layer", layer}, {"rows", rows}};
     trace->span("append", "append", start, appended, args);
     trace->span(work == Work::kPrefill ? "prefill" : "decode", "attention", appended, attended, args);
   }
   if (check != nullptr) {
-    check->check(work, scheduler_, data_, step, layer, group.spans, q, out, lse_.as<float>());
+    out_.download(rows);
+    lse_.download(rows);
+    check->check(work, scheduler_, data_, step, layer, group.spans, q, out_.host(rows),
+                 static_cast<const float*>(lse_.host(rows).data));
   }
 }
 

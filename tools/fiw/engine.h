@@ -25,7 +25,8 @@ struct EngineOptions {
   std::uint64_t seed = 1;
 };
 
-/// Where a step's time went. Making up q, K and V and checking rows are not part of it.
+/// Where a step's time went, on a device until its work is done. Making up q, K and V, copying them to a device and
+/// checking rows are not part of it.
 struct StepTimes {
   using Duration = std::chrono::steady_clock::duration;
   Duration plan{};  ///< page tables and plans, once a step
@@ -78,11 +79,11 @@ class Engine {
   std::size_t required_workspace_ = 0;
   std::unique_ptr<FlashInferWorkspace> workspace_;
   std::vector<OwnedKvCache> caches_;  ///< one a layer
-  OwnedTensor q_;
-  OwnedTensor k_;
-  OwnedTensor v_;
-  OwnedTensor out_;
-  Buffer lse_;
+  MirroredTensor q_;
+  MirroredTensor k_;
+  MirroredTensor v_;
+  MirroredTensor out_;
+  MirroredTensor lse_;  ///< [rows, 1, num_qo_heads]
   Group prefill_;
   Group decode_;
 };

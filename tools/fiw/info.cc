@@ -15,6 +15,7 @@
 
 #include "commands.h"
 #include "device.h"
+#include "fiw/error.h"
 #include "fiw/workspace.h"
 #include "table.h"
 
@@ -28,6 +29,31 @@ std::vector<std::string> target_names(std::int64_t targets) {
   return names;
 }
 
+nlohmann::json describe(const FlashInferWorkspace& workspace) {
+  const DeviceProps& props = workspace.device_props();
+  nlohmann::json device = {{"index", workspace.device_index()}, {"workers", props.num_workers}};
+  if (props.kind == DeviceKind::kCpu) {
+    device["kind"] = "cpu";
+  } else {
+    device["kind"] = "cuda";
+    device["compute_capability"] = props.compute_capability;
+  }
+  return device;
+}
+
+/// The CUDA devices, and why there are none or no more.
+nlohmann::json collect_cuda(nlohmann::json& devices) {
+  if (!FlashInferWorkspace::compiled_with(DeviceKind::kCuda)) return "not compiled in";
+  for (int index = 0;; ++index) {
+    try {
+      devices.push_back(describe(*open_workspace(index, {})));
+    } catch (const Error& error) {
+      if (error.status() == Status::kNoDevice && index > 0) return "present";
+      return error.what();
+    }
+  }
+}
+
 nlohmann::json collect() {
   const std::int64_t compiled = HWY_TARGETS;
   const std::int64_t available = compiled & hwy::SupportedTargets();
@@ -36,13 +62,16 @@ nlohmann::json collect() {
   const PlanOptions& plan = options.plan;
   nlohmann::json backends = nlohmann::json::array({"cpu"});
   if (FlashInferWorkspace::compiled_with(DeviceKind::kCuda)) backends.push_back("cuda");
+  nlohmann::json devices = nlohmann::json::array({describe(*workspace)});
+  const nlohmann::json cuda = collect_cuda(devices);
   return {{"version", FIW_VERSION},
           {"backends", backends},
           {"simd",
            {{"compiled", target_names(compiled)},
             {"available", target_names(available)},
             {"chosen", hwy::TargetName(available & -available)}}},
-          {"devices", {{{"index", kCpuDevice}, {"kind", "cpu"}, {"workers", workspace->device_props().num_workers}}}},
+          {"cuda", cuda},
+          {"devices", devices},
           {"defaults",
            {{"float_scratch_bytes", workspace->stats().float_scratch_bytes},
             {"cache_entries", options.cache_entries},
@@ -65,9 +94,13 @@ void print(const nlohmann::json& info) {
   table.add({"SIMD available", list(simd["available"])});
   table.add({"SIMD chosen", simd["chosen"].get<std::string>()});
   for (const nlohmann::json& device : info["devices"]) {
+    const int workers = device["workers"].get<int>();
     table.add({fmt::format("device {}", device["index"].get<int>()),
-               fmt::format("{}, {} threads", device["kind"].get<std::string>(), device["workers"].get<int>())});
+               device["kind"] == "cpu" ? fmt::format("cpu, {} threads", workers)
+                                       : fmt::format("cuda, {} multiprocessors, compute capability {}", workers,
+                                                     device["compute_capability"].get<int>())});
   }
+  table.add({"CUDA", info["cuda"].get<std::string>()});
   table.add({"float scratch", fmt::format("{} bytes at first, {}", defaults["float_scratch_bytes"].get<std::size_t>(),
                                           defaults["fixed_size"].get<bool>() ? "fixed" : "grows")});
   table.add({"plan cache", fmt::format("{} entries a kind", defaults["cache_entries"].get<int>())});

@@ -111,11 +111,14 @@ void check_memory_of(const ReplayOptions& options) {
   const double row = (2.0 * options.heads.qo * options.head_dim + token) *  // q, out, new k and v
                          static_cast<double>(size_of(options.engine.dtype)) +
                      options.heads.qo * sizeof(float);
+  const bool on_host = options.engine.device == kCpuDevice;
+  const double host = 2.0 * accounts;  // the rehearsal has accounts of its own
   check_memory(fmt::format("a cache of {} layers, {} pages of {} tokens, {} KV heads of {} {} elements, with steps of "
                            "{} tokens,",
                            options.engine.layers, batching.num_pages, batching.page_size, options.heads.kv,
                            options.head_dim, short_name(options.engine.kv_dtype), batching.token_budget),
-               cache + batching.token_budget * row + 2.0 * accounts);  // the rehearsal has accounts of its own
+               cache + batching.token_budget * row + (on_host ? host : 0.0), options.engine.device);
+  if (!on_host) check_memory(fmt::format("the accounts of {} pages", batching.num_pages), host);
 }
 
 void run_steps(Scheduler& scheduler, Engine& engine, RowCheck* check, ChromeTrace* chrome,

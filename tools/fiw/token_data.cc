@@ -12,6 +12,7 @@ namespace {
 enum class Role : std::uint64_t { kKey, kValue, kQuery, kTarget };
 
 constexpr std::int32_t kMaxHeadDim = 576;
+constexpr std::int32_t kTokensForThreads = 16;  // a whole chunk of a prompt rather than a decode window
 constexpr float kKvUnit = 0.25F;
 constexpr float kQueryUnit = 0.125F;
 
@@ -82,8 +83,9 @@ TokenData::TokenData(std::uint64_t seed, const AttentionParams& params)
 void TokenData::write_kv(const Scheduler& scheduler, std::int32_t request, std::int32_t start, std::int32_t count,
                          std::int32_t layer, const Tensor& k, const Tensor& v, std::int64_t row) const {
   const Tokens tokens(seed_, scheduler, request);
-  Levels levels;
+#pragma omp parallel for if (count >= kTokensForThreads)
   for (std::int32_t t = 0; t < count; ++t) {
+    Levels levels;
     const std::uint64_t token = tokens[start + t];
     for (std::int32_t head = 0; head < num_kv_heads_; ++head) {
       make_levels(vector_id(token, Role::kKey, layer, head), head_dim_, levels);
@@ -98,9 +100,10 @@ void TokenData::write_q(const Scheduler& scheduler, std::int32_t request, std::i
                         std::int32_t layer, const Tensor& q, std::int64_t row) const {
   const Tokens tokens(seed_, scheduler, request);
   const std::int32_t group = num_qo_heads_ / num_kv_heads_;
-  Levels levels;
-  Levels target;
+#pragma omp parallel for if (count >= kTokensForThreads)
   for (std::int32_t t = 0; t < count; ++t) {
+    Levels levels;
+    Levels target;
     const std::uint64_t token = tokens[start + t];
     for (std::int32_t head = 0; head < num_qo_heads_; ++head) {
       const auto seen = static_cast<std::uint64_t>(start + t) + 1;

@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(kThreads)
     (table.append_indptr[middle] <= row ? low : high) = middle;
   }
   const std::int32_t position = table.kv_lens[low] - (table.append_indptr[low + 1] - row);
+  if (position < 0) return;
   const std::int64_t page = table.indices[table.indptr[low] + position / page_size];
   const From* const from = static_cast<const From*>(side.from) + row * side.from_row;
   To* const to = static_cast<To*>(side.to) + page * side.page + position % page_size * side.token;

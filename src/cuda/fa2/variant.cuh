@@ -9,6 +9,8 @@
 #include <flashinfer/attention/variant_helper.cuh>
 #include <flashinfer/math.cuh>
 
+#include "cuda/soft_tanh.cuh"
+
 namespace fiw::cuda {
 
 /// `kOptions`: soft cap, ALiBi, sinks, windows and per-head scales, each decided at run time. `kMasked`: LogitsMask
@@ -31,13 +33,6 @@ struct Variant : flashinfer::AttentionVariantBase {
     mask = kMasked && params.mask != nullptr ? params.mask + params.mask_indptr[request] : nullptr;
   }
 
-  /// Instead of the approximate instruction, whose error a soft cap would multiply; relative error below 1e-5.
-  __device__ __forceinline__ static float tanh(float y) {
-    const float y2 = y * y;
-    const float near_zero = y * (1.0F + y2 * (-1.0F / 3 + y2 * (2.0F / 15 - y2 * (17.0F / 315))));
-    return fabsf(y) < 0.25F ? near_zero : 1.0F - __fdividef(2.0F, 1.0F + __expf(2.0F * y));
-  }
-
   /// Whether scores are more than scaled. Where they are not, every variant rounds alike, so that a request's result
   /// does not hang on which variant its batch takes.
   template <class Params>
@@ -56,9 +51,7 @@ struct Variant : flashinfer::AttentionVariantBase {
         const auto distance = static_cast<std::int32_t>(kv_idx + qo_len) - static_cast<std::int32_t>(kv_len + qo_idx);
         x += params.alibi_slopes[qo_head] * static_cast<float>(distance);
       }
-      if (params.soft_cap > 0) {
-        x = params.soft_cap * tanh(x / params.soft_cap);
-      }
+      if (params.soft_cap > 0) x = params.soft_cap * soft_tanh(x / params.soft_cap);
       return x;
     }
     return logits;

@@ -1,4 +1,4 @@
-// FlashInfer's FA3 prefill kernel over contiguous K and V.
+// FlashInfer's FA3 prefill kernel over contiguous K and V, and over pages.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,15 +8,20 @@
 #include <flashinfer/attention/hopper/attention_updater.cuh>
 #include <flashinfer/attention/hopper/prefill_sm90.cuh>
 #include <flashinfer/cutlass_utils.cuh>
+#include <limits>
 #include <tuple>
 
 #include "cuda/fa3/hopper.h"
+#include "cuda/fa3/pages.cuh"
+#include "cuda/soft_tanh.cuh"
 
 namespace fiw::cuda {
 
-/// The per-head values that a work looks up once.
+/// What FlashInfer's parameter blocks have no place for.
 struct HopperExtras {
+  const std::int32_t* page_indptr = nullptr;
   float sm_scale = 1;
+  float soft_cap = 0;
   float v_scale = 1;
   const float* k_head_scale = nullptr;
   const float* v_head_scale = nullptr;
@@ -50,18 +55,22 @@ struct HopperUpdater : flashinfer::OnlineSoftmax<kRows, true> {
   }
 };
 
-struct HopperVariant {
+template <bool kSoftCap>
+struct HopperLogits {
+  float to_cap;  ///< from a dot product to a share of the cap
   float sm_scale_log2;
   float scale_pv;
   float sink_log2;
 
   template <class MainloopParams, class BlockCoord>
-  __device__ HopperVariant(const MainloopParams& params, const BlockCoord& coord) {
+  __device__ HopperLogits(const MainloopParams& params, const BlockCoord& coord) {
     const int qo_head = cute::get<1>(coord);
     const int kv_head = cute::get<2>(coord);
     const HopperExtras& extras = params.additional_params;
-    sm_scale_log2 = extras.sm_scale * flashinfer::math::log2e;
-    if (extras.k_head_scale != nullptr) sm_scale_log2 *= extras.k_head_scale[kv_head];
+    float scale = extras.sm_scale;
+    if (extras.k_head_scale != nullptr) scale *= extras.k_head_scale[kv_head];
+    to_cap = scale / extras.soft_cap;
+    sm_scale_log2 = (kSoftCap ? extras.soft_cap : scale) * flashinfer::math::log2e;
     scale_pv = extras.v_scale;
     if (extras.v_head_scale != nullptr) scale_pv *= extras.v_head_scale[kv_head];
     sink_log2 = extras.sinks == nullptr ? -flashinfer::math::inf : extras.sinks[qo_head] * flashinfer::math::log2e;
@@ -75,6 +84,7 @@ struct HopperVariant {
   template <class MainloopParams, class T>
   __device__ __forceinline__ T LogitsTransform(const MainloopParams&, T logits, std::uint32_t, std::uint32_t,
                                                std::uint32_t, std::uint32_t, std::uint32_t) {
+    if constexpr (kSoftCap) return soft_tanh(logits * to_cap);
     return logits;
   }
 };
@@ -133,37 +143,65 @@ struct HopperEpilogue : flashinfer::CollectiveEpilogue<Traits> {
   }
 };
 
-template <class Q, int kHeadDimQk, int kHeadDimVo, bool kCausal, bool kSameForAllHeads>
+/// (query rows, keys) of a tile: FlashInfer's choice.
+template <int kHeadDimQk, int kHeadDimVo, bool kPaged, bool kCausal>
+constexpr std::tuple<int, int> hopper_tile() {
+  if constexpr (kPaged) {
+    return kHeadDimVo == 64 ? std::tuple(192, 96) : kHeadDimVo == 128 ? std::tuple(128, 96) : std::tuple(128, 32);
+  } else {
+    return flashinfer::getCTATileSize<kHeadDimQk, kHeadDimVo, kCausal>();
+  }
+}
+
+/// kWindow: behind a window, which may be unlimited.
+template <class Q, int kHeadDimQk, int kHeadDimVo, bool kPaged, bool kCausal, bool kWindow, bool kSoftCap>
 struct HopperInstance {
   using Element = flashinfer::cutlass_dtype_t<Q>;
-  static constexpr auto kTile = flashinfer::getCTATileSize<kHeadDimQk, kHeadDimVo, kCausal>();
-  using Traits = flashinfer::AttentionKernelTraits<true, kHeadDimQk, kHeadDimVo, std::get<0>(kTile), std::get<1>(kTile),
-                                                   2, Element, Element, Element, std::int32_t, HopperVariant>;
-  using Mainloop = flashinfer::CollectiveMainloop<HopperExtras, Traits, kCausal>;
+  static constexpr auto kTile = hopper_tile<kHeadDimQk, kHeadDimVo, kPaged, kCausal>();
+  using Traits =
+      flashinfer::AttentionKernelTraits<!kPaged, kHeadDimQk, kHeadDimVo, std::get<0>(kTile), std::get<1>(kTile), 2,
+                                        Element, Element, Element, std::int32_t, HopperLogits<kSoftCap>>;
+  using Mainloop = std::conditional_t<kPaged, HopperPages<HopperExtras, Traits, kCausal>,
+                                      flashinfer::CollectiveMainloop<HopperExtras, Traits, kCausal>>;
   using Epilogue = HopperEpilogue<Traits>;
-  using Scheduler = std::conditional_t<kSameForAllHeads, flashinfer::BatchPrefillTileScheduler<std::int32_t>,
-                                       flashinfer::BatchPrefillPersistentTileScheduler<std::int32_t>>;
+  using Scheduler = flashinfer::BatchPrefillPersistentTileScheduler<std::int32_t>;
 
   static constexpr auto function() {
-    return &flashinfer::PrefillWithKVCacheKernel<Mainloop, Epilogue, Traits, false, kCausal, Scheduler, false>;
+    return &flashinfer::PrefillWithKVCacheKernel<Mainloop, Epilogue, Traits, kWindow, kCausal, Scheduler, false>;
+  }
+
+  static auto layout(std::int64_t rows, int heads, int dim, std::int64_t row_stride, std::int64_t head_stride) {
+    return flashinfer::get_gmem_layout(static_cast<int>(rows), heads, dim, row_stride, head_stride);
+  }
+
+  static typename Mainloop::Params mainloop_params(const HopperArgs& args) {
+    const AttentionArgs& call = args.call;
+    const KvView& kv = call.kv;
+    auto* const q = static_cast<Element*>(call.q);
+    auto* const k = static_cast<Element*>(kv.k);
+    auto* const v = static_cast<Element*>(kv.v);
+    const auto q_layout = layout(args.total_rows, call.num_qo_heads, kHeadDimQk, call.q_row, call.q_head);
+    const auto k_layout = layout(args.total_kv, kv.num_kv_heads, kHeadDimQk, kv.k_token, kv.k_head);
+    const auto v_layout = layout(args.total_kv, kv.num_kv_heads, kHeadDimVo, kv.v_token, kv.v_head);
+    const int window = call.window_left >= 0 ? call.window_left : std::numeric_limits<int>::max();
+    const HopperExtras extras{.page_indptr = kv.indptr,
+                              .sm_scale = call.sm_scale,
+                              .soft_cap = call.soft_cap,
+                              .v_scale = call.v_scale,
+                              .k_head_scale = call.k_head_scale,
+                              .v_head_scale = call.v_head_scale,
+                              .sinks = call.sinks};
+    if constexpr (kPaged) {
+      return Mainloop::to_underlying_arguments({q, q_layout, k, k_layout, v, v_layout, kv.indices, window, kv.k_page,
+                                                kv.v_page, static_cast<std::uint32_t>(kv.page_size), extras});
+    } else {
+      return Mainloop::to_underlying_arguments({q, q_layout, k, k_layout, v, v_layout, window, extras});
+    }
   }
 
   static cudaError_t launch(const HopperArgs& args, cudaStream_t stream) {
     const AttentionArgs& call = args.call;
-    const auto layout = [](std::int64_t rows, int heads, int dim, std::int64_t row_stride, std::int64_t head_stride) {
-      return flashinfer::get_gmem_layout(static_cast<int>(rows), heads, dim, row_stride, head_stride);
-    };
-    typename Mainloop::Params mainloop = Mainloop::to_underlying_arguments(
-        {static_cast<Element*>(call.q), layout(args.total_rows, call.num_qo_heads, kHeadDimQk, call.q_row, call.q_head),
-         static_cast<Element*>(call.kv.k),
-         layout(args.total_kv, call.kv.num_kv_heads, kHeadDimQk, call.kv.k_token, call.kv.k_head),
-         static_cast<Element*>(call.kv.v),
-         layout(args.total_kv, call.kv.num_kv_heads, kHeadDimVo, call.kv.v_token, call.kv.v_head), -1,
-         HopperExtras{.sm_scale = call.sm_scale,
-                      .v_scale = call.v_scale,
-                      .k_head_scale = call.k_head_scale,
-                      .v_head_scale = call.v_head_scale,
-                      .sinks = call.sinks}});
+    typename Mainloop::Params mainloop = mainloop_params(args);
     typename Epilogue::Params epilogue = Epilogue::to_underlying_arguments(
         {static_cast<Element*>(call.out),
          layout(args.total_rows, call.num_qo_heads, kHeadDimVo, args.out_row, args.out_head), call.lse,
@@ -190,20 +228,23 @@ struct HopperInstance {
   }
 
   static HopperKernel describe() {
-    return {.causal = kCausal,
-            .same_schedule_for_all_heads = kSameForAllHeads,
+    return {.paged = kPaged,
+            .causal = kCausal,
+            .window = kWindow,
+            .soft_cap = kSoftCap,
             .function = reinterpret_cast<const void*>(function()),
             .shared_bytes = sizeof(typename Traits::SharedStorage),
             .launch = &launch};
   }
 };
 
-template <class Q, int kHeadDimQk, int kHeadDimVo>
+template <class Q, int kHeadDimQk, int kHeadDimVo, HopperVariant kVariant>
 std::span<const HopperKernel> hopper_kernels() {
-  static const std::array kernels = {HopperInstance<Q, kHeadDimQk, kHeadDimVo, false, false>::describe(),
-                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, false, true>::describe(),
-                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, true, false>::describe(),
-                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, true, true>::describe()};
+  constexpr bool kPaged = kVariant == HopperVariant::kPaged;
+  static const std::array kernels = {HopperInstance<Q, kHeadDimQk, kHeadDimVo, kPaged, false, false, false>::describe(),
+                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, kPaged, true, false, false>::describe(),
+                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, kPaged, true, true, false>::describe(),
+                                     HopperInstance<Q, kHeadDimQk, kHeadDimVo, kPaged, true, true, true>::describe()};
   return kernels;
 }
 

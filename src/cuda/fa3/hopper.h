@@ -1,4 +1,4 @@
-// FlashInfer's FA3 kernels as the host sees them: contiguous K and V, work lists an SM, no split keys.
+// FlashInfer's FA3 kernels as the host sees them: work lists an SM, no split keys.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,20 +13,24 @@
 
 namespace fiw::cuda {
 
+enum class HopperVariant : std::uint8_t { kRagged, kPaged };
+
 struct HopperArgs {
-  AttentionArgs call{};  ///< `kv` is ragged; the schedule's arrays in it are not read
+  AttentionArgs call{};  ///< the schedule's arrays in it are not read
   const HopperShape* shape = nullptr;
   const std::byte* schedule = nullptr;
   std::int64_t total_rows = 0;
-  std::int64_t total_kv = 0;
-  std::int64_t out_row = 0;  ///< strides of out
+  std::int64_t total_kv = 0;  ///< ragged only
+  std::int64_t out_row = 0;   ///< strides of out
   std::int64_t out_head = 0;
   std::int32_t num_workers = 0;
 };
 
 struct HopperKernel {
+  bool paged = false;
   bool causal = false;
-  bool same_schedule_for_all_heads = false;
+  bool window = false;  ///< keys behind `window_left` are left out; -1 leaves out none
+  bool soft_cap = false;
   const void* function = nullptr;
   std::size_t shared_bytes = 0;
   /// Encodes the tensor maps on the host, then enqueues.

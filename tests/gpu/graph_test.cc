@@ -1,0 +1,230 @@
+// What only CUDA graphs can get wrong: plans made by the device, captures of the caller's own, work still in flight.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "core/graph_backend.h"
+#include "gate.h"
+#include "plan/device_plan.h"
+#include "support/captured.h"
+#include "support/schedule_view.h"
+
+namespace fiw::test {
+namespace {
+
+constexpr int kDevice = 0;
+
+class CudaGraph : public testing::Test, public Seeded {
+ protected:
+  void SetUp() override {
+    if (device_count() == 0) GTEST_SKIP() << "skipped: no CUDA device";
+    stream_ = std::make_unique<TestStream>(kDevice);
+  }
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_->get()); }
+  void synchronize() const { ASSERT_EQ(cudaStreamSynchronize(stream()), cudaSuccess); }
+
+  static Case decode_case(std::int32_t batch) {
+    return {.op = Op::kDecode,
+            .params = {.num_qo_heads = 8, .num_kv_heads = 2, .head_dim_qk = 128},
+            .qo_lens = std::vector<std::int32_t>(static_cast<std::size_t>(batch), 1),
+            .kv_lens = std::vector<std::int32_t>(static_cast<std::size_t>(batch), 300)};
+  }
+
+  std::unique_ptr<TestStream> stream_;
+};
+
+TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
+  const std::unique_ptr<Backend> backend = make_cuda_backend(kDevice, {});
+  GraphBackend& graphs = *backend->graphs();
+  const std::shared_ptr<GraphAlarm> alarm = graphs.make_alarm();
+  const DeviceProps& device = backend->props();
+  for (int round = 0; round < 400; ++round) {
+    const std::int32_t batch = rng_.pick({1, 2, 7, 64, 65, 200, 700, 1024});
+    const std::int32_t heads = rng_.pick({1, 2, 8});
+    WorkLoad work{.num_qo_heads = heads * rng_.pick({1, 3, 4, 8}),
+                  .num_kv_heads = heads,
+                  .head_dim_qk = 128,
+                  .head_dim_vo = 128,
+                  .page_size = rng_.pick({1, 16, 64}),
+                  .window_left = rng_.chance(0.3) ? rng_.uniform(0, 3000) : -1,
+                  .causal = rng_.chance(0.8),
+                  .uniform_qo_len = rng_.pick({1, 1, 2, 5, 16})};
+    const bool ungrouped = work.num_qo_heads == work.num_kv_heads && work.uniform_qo_len == 1;
+    const KernelFamily family = ungrouped ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
+    std::vector<std::int32_t> counts;
+    const std::int32_t most = std::max(1, rng_.pick({40, 4000, 60000}) / work.page_size);
+    for (std::int32_t r = 0; r < batch; ++r) counts.push_back(rng_.chance(0.2) ? 0 : rng_.uniform(1, most));
+    if (rng_.chance(0.3)) counts[0] = 100000 / work.page_size + 1;
+    work.kv_pages = counts;
+    std::vector<std::int32_t> indptr{0};
+    for (const std::int32_t count : counts) indptr.push_back(indptr.back() + count);
+    SplitPolicy policy{.fixed_chunk_tokens = rng_.chance(0.2) ? rng_.pick({100, 1000}) : 0,
+                       .graph = true,
+                       .max_batch = batch,
+                       .max_pages = indptr.back() + 5};
+    const Planned planned(family, device, work, policy);
+
+    Mirror<std::int32_t> device_indptr(kDevice, indptr);
+    Mirror<std::int32_t> indices(kDevice, std::vector<std::int32_t>(static_cast<std::size_t>(indptr.back()) + 1, 0));
+    Mirror<std::int32_t> last(kDevice, std::vector<std::int32_t>(counts.size(), work.page_size));
+    Mirror<std::int32_t> kv_lens(kDevice, counts.size());
+    Mirror<std::byte> schedule(kDevice, std::vector<std::byte>(planned.shape.bytes, std::byte{0xFF}));
+    const ReplanLaunch::Part part{.shape = &planned.shape,
+                                  .plan = device_plan(planned.shape, device, work, policy),
+                                  .schedule = schedule.device()};
+    graphs.replan({.parts = {&part, 1},
+                   .table = {.indptr = device_indptr.device(),
+                             .indices = indices.device(),
+                             .last_page_len = last.device()},
+                   .kv_lens = kv_lens.device(),
+                   .batch = batch,
+                   .page_size = work.page_size,
+                   .num_pages = 1,
+                   .max_pages = policy.max_pages,
+                   .alarm = alarm.get(),
+                   .stream = stream()});
+    synchronize();
+    schedule.download();
+    kv_lens.download();
+    Planned actual = planned;
+    std::memcpy(actual.memory.data(), schedule.host().data(), planned.shape.bytes);
+    SCOPED_TRACE("round " + std::to_string(round) + ", batch " + std::to_string(batch) + ", window " +
+                 std::to_string(work.window_left) + ", page size " + std::to_string(work.page_size) + ", tokens " +
+                 std::to_string(work.uniform_qo_len));
+    ASSERT_EQ(alarm->trips, 0U);
+    const auto same = [](auto a, auto b) { return std::ranges::equal(a, b); };
+    EXPECT_EQ(actual.kv_chunk(), planned.kv_chunk());
+    EXPECT_EQ(actual.total_num_rows(), planned.total_num_rows());
+    EXPECT_TRUE(same(actual.requests(), planned.requests()));
+    EXPECT_TRUE(same(actual.qo_tiles(), planned.qo_tiles()));
+    EXPECT_TRUE(same(actual.kv_tiles(), planned.kv_tiles()));
+    EXPECT_TRUE(same(actual.o_indptr(), planned.o_indptr()));
+    EXPECT_TRUE(same(actual.merge_indptr(), planned.merge_indptr()));
+    EXPECT_TRUE(same(actual.mask(), planned.mask()));
+    for (std::size_t r = 0; r < counts.size(); ++r) {
+      EXPECT_EQ(kv_lens.host()[r], counts[r] * work.page_size) << "request " << r;
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaGraph, ACaptureOfTheCallersOwn) {
+  Captured captured(kDevice, decode_case(8), rng_);
+  const auto workspace = make_workspace(kDevice);
+  const StepSpec spec = captured.spec();
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(8 * 44));
+  std::vector<std::pair<std::int32_t, cudaGraphExec_t>> graphs;
+  for (const std::int32_t bucket : session.buckets()) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
+    ASSERT_EQ(session.begin(bucket, stream()), bucket);
+    session.run(captured.problem().q().device(), captured.problem().cache().device(), captured.problem().out().device(),
+                captured.problem().device_lse(), {}, stream());
+    ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+    cudaGraphDestroy(graph);
+    graphs.emplace_back(bucket, executable);
+  }
+  for (int i = 0; i < 40; ++i) {
+    const PageTable table = captured.random_table(rng_.uniform(0, 8), 700);
+    captured.problem().poison_outputs();
+    const std::int32_t bucket = session.prepare(table, stream());
+    for (const auto& [batch, executable] : graphs) {
+      if (batch == bucket) ASSERT_EQ(cudaGraphLaunch(executable, stream()), cudaSuccess);
+    }
+    session.check(stream());
+    ASSERT_TRUE(captured.check(table, bucket));
+  }
+  for (const auto& [batch, executable] : graphs) cudaGraphExecDestroy(executable);
+}
+
+TEST_F(CudaGraph, CallsThatAGraphWouldRepeatWronglyAreRefused) {
+  Captured captured(kDevice, decode_case(4), rng_);
+  const auto workspace = make_workspace(kDevice);
+  Problem& problem = captured.problem();
+  problem.call(*workspace);
+  ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
+  try {
+    workspace->decode(problem.q().device(), problem.cache().device(), problem.table(), problem.description().params,
+                      problem.out().device(), problem.device_lse(), {}, stream());
+    ADD_FAILURE() << "a call was captured with the table of now";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("the stream is being captured"), std::string::npos) << error.what();
+  }
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  problem.call(*workspace);
+  EXPECT_TRUE(problem.check());
+}
+
+TEST_F(CudaGraph, StepsEnqueuedBehindABusyStreamEachHaveTheirOwnPlan) {
+  Captured captured(kDevice, decode_case(8), rng_);
+  const auto workspace = make_workspace(kDevice);
+  const StepSpec spec = captured.spec();
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(8 * 44));
+  session.capture([&](std::int32_t) { captured.run(session); }, stream());
+  Problem& problem = captured.problem();
+  const std::size_t bytes = static_cast<std::size_t>(problem.out().rows() * problem.out().heads() *
+                                                     problem.out().dim()) * size_of(problem.out().dtype());
+  const std::size_t lse_bytes = problem.lse().size() * sizeof(float);
+  problem.poison_outputs();
+  std::vector<PageTable> tables;
+  std::deque<DeviceBuffer> outs;
+  std::deque<DeviceBuffer> lses;
+  {
+    const Gate gate(stream());
+    for (int i = 0; i < 30; ++i) {
+      tables.push_back(captured.random_table(8, 700));
+      outs.emplace_back(kDevice, bytes);
+      lses.emplace_back(kDevice, lse_bytes);
+      session.step(tables.back(), stream());
+      cudaMemcpyAsync(outs.back().data(), problem.out().device().data, bytes, cudaMemcpyDeviceToDevice, stream());
+      cudaMemcpyAsync(lses.back().data(), problem.device_lse(), lse_bytes, cudaMemcpyDeviceToDevice, stream());
+    }
+  }
+  session.check(stream());
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    cudaMemcpy(problem.out().device().data, outs[i].data(), bytes, cudaMemcpyDeviceToDevice);
+    cudaMemcpy(problem.device_lse(), lses[i].data(), lse_bytes, cudaMemcpyDeviceToDevice);
+    ASSERT_TRUE(captured.check(tables[i], 8)) << "step " << i;
+  }
+}
+
+TEST_F(CudaGraph, MemoryMayStartDirty) {
+  const Allocator dirty{.allocate =
+                            [](void*, std::size_t bytes, std::size_t, Stream on) -> void* {
+                              void* memory = nullptr;
+                              if (cudaMalloc(&memory, bytes) != cudaSuccess) return nullptr;
+                              cudaMemsetAsync(memory, 0xFF, bytes, static_cast<cudaStream_t>(on));
+                              return memory;
+                            },
+                        .free =
+                            [](void*, void* memory, std::size_t, Stream on) {
+                              cudaStreamSynchronize(static_cast<cudaStream_t>(on));
+                              cudaFree(memory);
+                            }};
+  Captured captured(kDevice, decode_case(8), rng_);
+  const auto workspace = make_workspace(kDevice, {.allocator = dirty});
+  const StepSpec spec = captured.spec();
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(8 * 44));
+  session.capture([&](std::int32_t) { captured.run(session); }, stream());
+  for (int i = 0; i < 10; ++i) {
+    const PageTable table = captured.random_table(rng_.uniform(1, 8), 700);
+    captured.problem().poison_outputs();
+    session.step(table, stream());
+    session.check(stream());
+    ASSERT_TRUE(captured.check(table, *std::ranges::lower_bound(session.buckets(), table.batch())));
+  }
+}
+
+}  // namespace
+}  // namespace fiw::test
