@@ -137,7 +137,9 @@ TEST_F(CudaGraph, ACaptureOfTheCallersOwn) {
     captured.problem().poison_outputs();
     const std::int32_t bucket = session.prepare(table, stream());
     for (const auto& [batch, executable] : graphs) {
-      if (batch == bucket) ASSERT_EQ(cudaGraphLaunch(executable, stream()), cudaSuccess);
+      if (batch == bucket) {
+        ASSERT_EQ(cudaGraphLaunch(executable, stream()), cudaSuccess);
+      }
     }
     session.check(stream());
     ASSERT_TRUE(captured.check(table, bucket));
