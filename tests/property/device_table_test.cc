@@ -2,10 +2,8 @@
 // keeps its handle.
 #include <gtest/gtest.h>
 
-#include <map>
+#include <algorithm>
 #include <memory>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "conformance/bad_call.h"
