@@ -408,6 +408,7 @@ class Bench {
          .max_qo_len = *std::ranges::max_element(shape.qo_lens),
          .total_rows = shape.rows(),
          .total_kv = shape.call == Call::kPrefill || shape.call == Call::kRagged ? shape.tokens() : 0,
+         .decode_pages = shape.call == Call::kDecode ? shape.pages() : 0,
          .batch = shape.batch(),
          .paged = shape.call != Call::kRagged},
         workspaces_.front()->device_props(), choice);

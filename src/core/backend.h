@@ -28,7 +28,8 @@ struct RouteRequest {
   std::int32_t page_size = 1;
   std::int32_t max_qo_len = 1;  ///< most query rows of one request
   std::int64_t total_rows = 0;
-  std::int64_t total_kv = 0;  ///< tokens of K and V that a prefill call reads
+  std::int64_t total_kv = 0;      ///< tokens of K and V that a prefill call reads
+  std::int64_t decode_pages = 0;  ///< of a decode call's table; 0: the route must not depend on the rest of the batch
   std::int32_t batch = 0;
   bool paged = true;  ///< false: ragged K/V
   bool graph = false;

@@ -59,6 +59,11 @@ std::int64_t total_kv(const WorkspaceState::Request& request) {
   return std::accumulate(request.kv_lens.begin(), request.kv_lens.end(), std::int64_t{0});
 }
 
+std::int64_t decode_pages(const WorkspaceState::Request& request, const PlanOptions& options) {
+  if (request.kind != PlanKind::kDecode || options.batch_invariant) return 0;
+  return static_cast<std::int64_t>(request.table->indices().size());
+}
+
 std::int32_t batch_of(const WorkspaceState::Request& request) {
   return request.table != nullptr ? request.table->batch() : static_cast<std::int32_t>(request.kv_lens.size());
 }
@@ -243,6 +248,7 @@ WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const
                                        .max_qo_len = max_qo_len(request.qo_indptr, request.uniform_qo_len),
                                        .total_rows = total_rows,
                                        .total_kv = total_kv(request),
+                                       .decode_pages = decode_pages(request, options_.plan),
                                        .batch = batch_of(request),
                                        .paged = paged,
                                        .graph = key.traits.graph,

@@ -66,6 +66,7 @@ void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexc
   view.k = kv.k;
   view.v = kv.v;
   view.page_size = kv.page_size;
+  view.num_pages = kv.num_pages;
   view.k_page = kv.k_stride.page;
   view.k_token = kv.k_stride.token;
   view.k_head = kv.k_stride.head;
@@ -442,7 +443,9 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
 
   const Tensor& out = launch.out;
   const std::size_t row_bytes = static_cast<std::size_t>(out.heads * out.dim) * size_of(out.dtype);
+  const bool unfinished = chosen.tile != nullptr && !chosen.tile->finishes;
   std::optional<Temporary> bounce;
+  std::optional<Temporary> lse;
   if (shape.split_kv) {
     args.out = launch.scratch.data();
     args.lse = reinterpret_cast<float*>(launch.scratch.data() +
@@ -457,6 +460,10 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     bounce.emplace(*this, static_cast<std::size_t>(out.rows) * row_bytes, launch.stream, "contiguous output");
     args.out = bounce->data();
     args.lse = launch.lse;
+  }
+  if (unfinished && args.lse == nullptr) {
+    const auto bytes = static_cast<std::size_t>(out.rows * out.heads) * sizeof(float);
+    args.lse = reinterpret_cast<float*>(lse.emplace(*this, bytes, launch.stream, "logarithms").data());
   }
 
   enter(stream, captured);
@@ -478,13 +485,17 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                      stream),
           "launching the general attention kernel");
   }
-  if (shape.split_kv) {
-    check(merge_partials({.out = args.out,
-                          .lse = args.lse,
-                          .merge_indptr = reinterpret_cast<const std::int32_t*>(launch.schedule + shape.merge_indptr),
-                          .sinks = launch.extras.sinks},
-                         out, launch.lse, stream),
-          "launching the merge kernel");
+  if (shape.split_kv || unfinished) {
+    PartialRows partials{.out = args.out, .lse = args.lse, .sinks = launch.extras.sinks};
+    if (shape.split_kv) {
+      partials.merge_indptr = reinterpret_cast<const std::int32_t*>(launch.schedule + shape.merge_indptr);
+    }
+    if (unfinished) {
+      partials.v_scale = args.v_scale;
+      partials.v_head_scale = args.v_head_scale;
+      partials.group = params.num_qo_heads / params.num_kv_heads;
+    }
+    check(merge_partials(partials, out, launch.lse, stream), "launching the merge kernel");
   } else if (bounce) {
     copy_tensor(out, ConstTensor(bounce->data(), out.dtype, out.rows, out.heads, out.dim, out.device), stream);
   }

@@ -2,6 +2,7 @@
 #include "cuda/routes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <string_view>
@@ -66,25 +67,58 @@ bool pages_serve(const RouteRequest& request) noexcept {
          find_hopper(spec, false) != nullptr;
 }
 
-// FA3 neither packs the heads of a group into a tile nor cuts keys: it needs long queries, and enough of them to fill
-// the device. Then it is nearly twice as fast as tiles.
-bool hopper_pays(const RouteRequest& request, const DeviceProps& device) noexcept {
-  constexpr std::int64_t kTileTokens = 128;
-  const std::int64_t works = request.total_rows / kTileTokens * request.spec.params.num_qo_heads;
-  return 2 * request.total_rows >= 3 * kTileTokens * request.batch && 4 * works >= 3 * device.num_workers;
+/// Of a prefill call on each route, in operations at the rate of FA3 over contiguous keys.
+struct Costs {
+  double tile = 0;
+  double contiguous = 0;
+  double pages = 0;
+};
+
+Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept {
+  // Measured on an H200 (bench/cuda_routes): 681 TFLOP/s over contiguous keys, 295 on tiles; a copy moves 4.2 TB/s, in
+  // and out.
+  constexpr double kTileSlowness = 681.0 / 295;
+  // Pages of 8 slots and more come in boxes nearly as fast as contiguous keys; smaller boxes are too many.
+  const double pages_slowness = request.page_size % 8 == 0 ? 1.02 : 2.0;
+  constexpr double kOperationsPerCopiedByte = 2 * 681 / 4.2;
+
+  const StepSpec& spec = request.spec;
+  const AttentionParams& params = spec.params;
+  const std::int64_t tile_tokens = params.head_dim_vo < 128 ? 192 : 128;
+  const auto batch = static_cast<double>(request.batch);
+  const double rows = static_cast<double>(request.total_rows) / batch;
+  double seen = static_cast<double>(request.total_kv) / batch;  // keys of a row
+  if (params.causal) seen -= rows / 2;
+  if (params.window_left >= 0) seen = std::min<double>(seen, params.window_left);
+  const double a_row = 2.0 * (params.head_dim_qk + params.head_dim_vo) * seen;
+
+  // FA3 neither packs the heads of a group into a tile nor cuts keys: its works come in rounds, the last one half
+  // empty.
+  const double works = std::ceil(rows / static_cast<double>(tile_tokens)) * batch * params.num_qo_heads;
+  const double rounds = std::ceil(works / device.num_workers);
+  const double hopper = rounds * device.num_workers * static_cast<double>(tile_tokens) * a_row;
+  const auto copied = request.paged ? static_cast<double>(gather_bytes(spec, request.total_kv)) : 0.0;
+  Costs costs{.tile = kTileSlowness * rows * batch * params.num_qo_heads * a_row,
+              .contiguous = hopper + kOperationsPerCopiedByte * copied,
+              .pages = pages_slowness * hopper};
+  // Of the general kernel nothing is worse. With mostly empty tiles FA3 spends its time on reading keys for each head.
+  if (!tile_is_built(spec)) {
+    costs.tile = std::numeric_limits<double>::infinity();
+  } else if (2 * request.total_rows < 3 * tile_tokens * request.batch) {
+    costs.tile = 0;
+  }
+  return costs;
 }
 
-// Measured on an H200, head_dim 128: 629 TFLOP/s over contiguous K and V, 475 over pages; a copy moves 4 TB/s, in and
-// out. So a copied byte must save about 1000 operations of the slower kernel.
-bool copy_pays(const RouteRequest& request) noexcept {
-  constexpr double kOperationsPerByte = 1000;
+// A short decode is over before the tensor cores pay for what they cost at its start and end: 18 us against 20 for
+// 32/8 heads and one request of 4096 tokens, on an H200. Workspaces of fixed size were sized for tiles.
+bool small_decode(const RouteRequest& request) noexcept {
+  constexpr std::int64_t kMostTokens = 65536;  // over all KV heads
   const AttentionParams& params = request.spec.params;
-  const auto rows = static_cast<double>(request.total_rows);
-  double seen = static_cast<double>(request.total_kv) / request.batch;  // keys of a row
-  if (params.causal) seen -= rows / request.batch / 2;
-  if (params.window_left >= 0) seen = std::min<double>(seen, params.window_left);
-  const double operations = 2.0 * (params.head_dim_qk + params.head_dim_vo) * params.num_qo_heads * rows * seen;
-  return operations >= kOperationsPerByte * static_cast<double>(gather_bytes(request.spec, request.total_kv));
+  return request.decode_pages > 0 && !request.graph &&
+         request.scratch_limit == std::numeric_limits<std::size_t>::max() &&
+         params.num_qo_heads <= 4 * params.num_kv_heads &&
+         request.decode_pages * request.page_size * params.num_kv_heads <= kMostTokens;
 }
 
 }  // namespace
@@ -106,19 +140,22 @@ KernelFamily choose_family(const RouteRequest& request, const DeviceProps& devic
   if (choice == RouteChoice::kAny) return KernelFamily::kTensorTile;
   refuse_unbuilt(request.spec);
   if (choice == RouteChoice::kTile) return KernelFamily::kTensorTile;
-  const bool hopper = choice == RouteChoice::kHopper || choice == RouteChoice::kHopperPaged;
-  if (hopper_serves(request, device) && (hopper || hopper_pays(request, device))) {
-    const bool contiguous = choice != RouteChoice::kHopperPaged && contiguous_serves(request);
-    const bool pages = choice != RouteChoice::kHopper && pages_serve(request);
-    if (pages && !(contiguous && copy_pays(request))) return KernelFamily::kHopperPaged;
-    if (contiguous) return KernelFamily::kHopper;
+  if (hopper_serves(request, device)) {
+    constexpr double kNever = std::numeric_limits<double>::infinity();
+    Costs costs = estimate(request, device);
+    if (choice == RouteChoice::kHopper || choice == RouteChoice::kHopperPaged) costs.tile = kNever;
+    if (choice == RouteChoice::kHopperPaged || !contiguous_serves(request)) costs.contiguous = kNever;
+    if (choice == RouteChoice::kHopper || !pages_serve(request)) costs.pages = kNever;
+    if (std::min(costs.contiguous, costs.pages) < costs.tile) {
+      return costs.pages < costs.contiguous ? KernelFamily::kHopperPaged : KernelFamily::kHopper;
+    }
   }
   if (!core_serves(request)) return KernelFamily::kTensorTile;
   // Measured on an H200, batch 64, 4096 tokens: with 32/32 heads both read 4.3 TB/s; with 32/8 heads the tiles read 4.1
   // and the CUDA cores 2.8.
   const AttentionParams& params = request.spec.params;
-  const bool ungrouped = params.num_qo_heads == params.num_kv_heads;
-  return ungrouped || choice == RouteChoice::kCore ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
+  const bool core = params.num_qo_heads == params.num_kv_heads || choice == RouteChoice::kCore || small_decode(request);
+  return core ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
 }
 
 TileVariant choose_variant(const TileNeeds& needs) noexcept {

@@ -237,7 +237,10 @@ TEST(Plan, TileRowsFollowTheKernels) {
   };
   const DeviceProps h200 = DeviceProps::h200();
   EXPECT_EQ(rows(16, 1, 128, 128, h200), 16);
-  EXPECT_EQ(rows(16, 2, 128, 128, h200), 64);
+  EXPECT_EQ(rows(16, 2, 128, 128, h200), 32);
+  EXPECT_EQ(rows(11, 3, 128, 128, h200), 64);
+  EXPECT_EQ(rows(16, 2, 128, 128, h200, 1), 64);
+  EXPECT_EQ(rows(16, 2, 64, 64, h200), 64);
   EXPECT_EQ(rows(4, 16, 128, 128, h200), 64);
   EXPECT_EQ(rows(4, 17, 128, 128, h200), 128);
   EXPECT_EQ(rows(4, 17, 256, 256, h200), 64);
@@ -266,7 +269,7 @@ TEST(Plan, VerifyWindowIsUniform) {
   const SplitPolicy graph{.graph = true};
   const ScheduleShape a = shape_schedule(KernelFamily::kTensorTile, DeviceProps::h200(), window, graph);
   const ScheduleShape b = shape_schedule(KernelFamily::kTensorTile, DeviceProps::h200(), ragged, graph);
-  EXPECT_EQ(a.tile_rows, 64) << "24 packed rows";
+  EXPECT_EQ(a.tile_rows, 32) << "24 packed rows";
   EXPECT_EQ(b.tile_rows, 128) << "one request might hold all 192 packed rows";
   EXPECT_LT(a.partial_rows, b.partial_rows);
 

@@ -22,17 +22,26 @@ struct TileConfig {
                                                     : kVariant == TileVariant::kPlain ? flashinfer::MaskMode::kNone
                                                                                       : flashinfer::MaskMode::kCausal;
 
+  // FlashInfer's layout of warps. It has tiles of 32 rows for head_dim 512 alone, two by two warps; windows of a few
+  // tokens want them at 128 as well, where twice 16 rows read the keys twice and 64 are more arithmetic than reading.
+  static constexpr bool kHas32Rows = kHeadDimVo == 512 || (kHeadDimQk == 128 && kHeadDimVo == 128 && sizeof(Kv) == 2);
+  static constexpr std::uint32_t mmas(std::uint32_t rows) { return rows == 32 ? 1 : flashinfer::get_num_mma_q(rows); }
+  static constexpr std::uint32_t warps_q(std::uint32_t rows) {
+    return rows == 32 ? 2 : flashinfer::get_num_warps_q(rows);
+  }
+
   template <std::uint32_t kRows, std::uint32_t kSteps>
   using Traits =
-      flashinfer::KernelTraits<kMaskMode, kRows, flashinfer::get_num_mma_q(kRows), kSteps, kHeadDimQk / 16,
-                               kHeadDimVo / 16, flashinfer::get_num_warps_q(kRows), flashinfer::get_num_warps_kv(kRows),
-                               flashinfer::PosEncodingMode::kNone, Q, Kv, Q, float, std::int32_t,
+      flashinfer::KernelTraits<kMaskMode, kRows, mmas(kRows), kSteps, kHeadDimQk / 16, kHeadDimVo / 16, warps_q(kRows),
+                               4 / warps_q(kRows), flashinfer::PosEncodingMode::kNone, Q, Kv, Q, float, std::int32_t,
                                Variant<kOptions, kMasked>, flashinfer::kPrefillLauncherRepacksFp4>;
 
   template <std::uint32_t kRows, std::uint32_t kSteps>
   static constexpr bool fits() {
     using T = Traits<kRows, kSteps>;
-    if constexpr (T::IsInvalid() || kSteps > 8 / flashinfer::get_num_mma_q(kRows)) {
+    // T::IsInvalid() refuses 32 rows at 128, of whose other conditions none is violated there.
+    constexpr bool kValid = kRows == 32 ? kHas32Rows : !T::IsInvalid();
+    if constexpr (!kValid || kSteps > 8 / mmas(kRows)) {
       return false;
     } else {
       return sizeof(typename T::SharedStoragePaged) <= kTileSharedBytes &&
@@ -51,7 +60,9 @@ template <class Config, std::uint32_t kRows, bool kPaged, class Q, class Kv>
 struct TileInstance {
   using Traits = typename Config::template Traits<kRows, Config::template steps<kRows>()>;
   using Params = std::conditional_t<kPaged, PagedParams<Q, Kv>, RaggedParams<Q, Kv>>;
-  using Storage = std::conditional_t<kPaged, typename Traits::SharedStoragePaged, typename Traits::SharedStorage>;
+  static constexpr bool kSplitsValues = kPaged ? Traits::USE_VO_SPLIT : Traits::USE_SOFTMAX_VO_SPLIT;
+  using Storage =
+      std::conditional_t<kPaged || kSplitsValues, typename Traits::SharedStoragePaged, typename Traits::SharedStorage>;
 
   static constexpr auto function() {
     if constexpr (kPaged) {
@@ -72,6 +83,7 @@ struct TileInstance {
   static TileKernel describe() {
     return {.rows = kRows,
             .paged = kPaged,
+            .finishes = !kSplitsValues,
             .function = reinterpret_cast<const void*>(function()),
             .shared_bytes = sizeof(Storage),
             .threads = Traits::NUM_THREADS,
@@ -84,7 +96,7 @@ template <class Q, class Kv, int kHeadDimQk, int kHeadDimVo, TileVariant kVarian
 std::span<const TileKernel> tile_kernels() {
   using Config = TileConfig<Q, Kv, kHeadDimQk, kHeadDimVo, kVariant>;
   static const auto kernels = [] {
-    std::array<TileKernel, 6> all{};
+    std::array<TileKernel, 8> all{};
     std::size_t count = 0;
     const auto add = [&]<std::uint32_t kRows>() {
       if constexpr (Config::template steps<kRows>() > 0) {
@@ -93,6 +105,7 @@ std::span<const TileKernel> tile_kernels() {
       }
     };
     add.template operator()<16>();
+    add.template operator()<32>();
     add.template operator()<64>();
     add.template operator()<128>();
     return std::pair(all, count);

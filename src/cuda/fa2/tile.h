@@ -20,6 +20,7 @@ struct KvView {
   void* v = nullptr;
   std::int32_t num_kv_heads = 0;
   std::int32_t page_size = 1;
+  std::int64_t num_pages = 0;
   std::int64_t k_page = 0, k_token = 0, k_head = 0;  ///< strides in elements
   std::int64_t v_page = 0, v_token = 0, v_head = 0;
   const std::int32_t* indptr = nullptr;   ///< [batch + 1]; pages, or tokens where ragged
@@ -67,6 +68,8 @@ struct AttentionArgs {
 struct TileKernel {
   std::int32_t rows = 0;
   bool paged = true;
+  /// Else every result is a partial one, without sinks and V's scales: where a block's warps share out the values.
+  bool finishes = true;
   const void* function = nullptr;
   std::size_t shared_bytes = 0;
   std::int32_t threads = 0;

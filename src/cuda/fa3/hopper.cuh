@@ -143,11 +143,13 @@ struct HopperEpilogue : flashinfer::CollectiveEpilogue<Traits> {
   }
 };
 
-/// (query rows, keys) of a tile: FlashInfer's choice.
+/// (query rows, keys) of a tile: FlashInfer's choice where it has made one; over pages more keys, as registers allow.
 template <int kHeadDimQk, int kHeadDimVo, bool kPaged, bool kCausal>
 constexpr std::tuple<int, int> hopper_tile() {
   if constexpr (kPaged) {
-    return kHeadDimVo == 64 ? std::tuple(192, 96) : kHeadDimVo == 128 ? std::tuple(128, 96) : std::tuple(128, 32);
+    return kHeadDimVo == 64 ? std::tuple(192, 96) : kHeadDimVo == 128 ? std::tuple(128, 128) : std::tuple(128, 64);
+  } else if constexpr (kHeadDimVo == 96) {
+    return std::tuple(192, 96);
   } else {
     return flashinfer::getCTATileSize<kHeadDimQk, kHeadDimVo, kCausal>();
   }
@@ -192,8 +194,9 @@ struct HopperInstance {
                               .v_head_scale = call.v_head_scale,
                               .sinks = call.sinks};
     if constexpr (kPaged) {
-      return Mainloop::to_underlying_arguments({q, q_layout, k, k_layout, v, v_layout, kv.indices, window, kv.k_page,
-                                                kv.v_page, static_cast<std::uint32_t>(kv.page_size), extras});
+      return {
+          Mainloop::Base::to_underlying_arguments({q, q_layout, k, k_layout, v, v_layout, kv.indices, window, kv.k_page,
+                                                   kv.v_page, static_cast<std::uint32_t>(kv.page_size), extras})};
     } else {
       return Mainloop::to_underlying_arguments({q, q_layout, k, k_layout, v, v_layout, window, extras});
     }
@@ -202,6 +205,9 @@ struct HopperInstance {
   static cudaError_t launch(const HopperArgs& args, cudaStream_t stream) {
     const AttentionArgs& call = args.call;
     typename Mainloop::Params mainloop = mainloop_params(args);
+    if constexpr (kPaged) {
+      if (const cudaError_t status = Mainloop::encode(mainloop, call.kv); status != cudaSuccess) return status;
+    }
     typename Epilogue::Params epilogue = Epilogue::to_underlying_arguments(
         {static_cast<Element*>(call.out),
          layout(args.total_rows, call.num_qo_heads, kHeadDimVo, args.out_row, args.out_head), call.lse,

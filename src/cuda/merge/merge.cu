@@ -27,13 +27,21 @@ struct PartialSource {
   std::int32_t heads;
   std::int32_t dim;
 
-  __device__ std::int32_t count(std::int64_t row) const { return rows.merge_indptr[row + 1] - rows.merge_indptr[row]; }
+  __device__ std::int64_t at(std::int64_t row, std::int32_t i) const {
+    return rows.merge_indptr == nullptr ? row : rows.merge_indptr[row] + std::int64_t{i};
+  }
+  __device__ std::int32_t count(std::int64_t row) const {
+    return rows.merge_indptr == nullptr ? 1 : rows.merge_indptr[row + 1] - rows.merge_indptr[row];
+  }
   __device__ float log2_sum(std::int64_t row, std::int32_t head, std::int32_t i) const {
-    return rows.lse[(rows.merge_indptr[row] + std::int64_t{i}) * heads + head];
+    return rows.lse[at(row, i) * heads + head];
   }
   template <class T>
   __device__ const T* values(std::int64_t row, std::int32_t head, std::int32_t i) const {
-    return static_cast<const T*>(rows.out) + ((rows.merge_indptr[row] + std::int64_t{i}) * heads + head) * dim;
+    return static_cast<const T*>(rows.out) + (at(row, i) * heads + head) * dim;
+  }
+  __device__ float scale(std::int32_t head) const {
+    return rows.v_head_scale == nullptr ? rows.v_scale : rows.v_scale * rows.v_head_scale[head / rows.group];
   }
   __device__ float sink(std::int32_t head) const {
     return rows.sinks == nullptr ? -INFINITY : rows.sinks[head] * kLog2E;
@@ -58,6 +66,7 @@ struct StateSource {
     const MergePart& p = part(i);
     return static_cast<const T*>(p.out) + row * p.row_stride + head * p.head_stride;
   }
+  __device__ float scale(std::int32_t) const { return 1.0F; }
   __device__ float sink(std::int32_t) const { return -INFINITY; }
 };
 
@@ -102,7 +111,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   float sum = 0;
   for (std::int32_t i = lane; i < count; i += 32) sum += exp2f(source.log2_sum(row, head, i) - top);
   sum = warp_sum(sum) + exp2f(sink - top);
-  const float norm = 1.0F / sum;
+  const float norm = source.scale(head) / sum;
 
   __shared__ float shares[kWarps][kPerPass];
   for (std::int32_t base = 0; base < dim; base += kPerPass) {

@@ -21,12 +21,15 @@ struct MergePart {
 /// States that travel as a kernel argument; more go through device memory.
 inline constexpr int kInlineParts = 32;
 
-/// Partial results of a split schedule: contiguous, base-2 logarithms.
+/// Partial results of a schedule: contiguous, base-2 logarithms.
 struct PartialRows {
-  const void* out = nullptr;                   ///< [partial rows, heads, dim]
+  const void* out = nullptr;                   ///< [partial rows, heads, dim]; may be the output itself
   const float* lse = nullptr;                  ///< [partial rows, heads]
-  const std::int32_t* merge_indptr = nullptr;  ///< [rows + 1]
+  const std::int32_t* merge_indptr = nullptr;  ///< [rows + 1]; null: one partial a row
   const float* sinks = nullptr;                ///< [heads], may be null
+  float v_scale = 1;                           ///< multiplies the results
+  const float* v_head_scale = nullptr;         ///< [heads / group], likewise; may be null
+  std::int32_t group = 1;
 };
 
 /// Loads the kernels that finish split calls on the current device, so that none of these loads at its first launch,

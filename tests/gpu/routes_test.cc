@@ -1,0 +1,103 @@
+// Which kernel family serves a call: the table is host code, so this needs no device.
+#include "cuda/routes.h"
+
+#include <gtest/gtest.h>
+
+namespace fiw::cuda {
+namespace {
+
+using enum KernelFamily;
+
+/// One request of `rows` queries over `kv_len` keys in pages of 16, on an H200.
+RouteRequest prefill(std::int64_t rows, std::int64_t kv_len) {
+  return {.spec = {.params = {.num_qo_heads = 32, .num_kv_heads = 8, .head_dim_qk = 128, .head_dim_vo = 128}},
+          .page_size = 16,
+          .max_qo_len = static_cast<std::int32_t>(rows),
+          .total_rows = rows,
+          .total_kv = kv_len,
+          .batch = 1};
+}
+
+RouteRequest decode(std::int32_t num_kv_heads) {
+  RouteRequest request = prefill(64, 0);
+  request.spec.params.num_kv_heads = num_kv_heads;
+  request.max_qo_len = 1;
+  request.batch = 64;
+  return request;
+}
+
+KernelFamily route(const RouteRequest& request, RouteChoice choice = RouteChoice::kTable) {
+  return choose_family(request, DeviceProps::h200(), choice);
+}
+
+TEST(CudaRoutes, DecodeTakesTilesWhereHeadsAreGrouped) {
+  EXPECT_EQ(route(decode(8)), kTensorTile);
+  RouteRequest few_keys = decode(8);
+  few_keys.decode_pages = 256;
+  EXPECT_EQ(route(few_keys), kCudaCore);
+  few_keys.spec.params.num_qo_heads = 64;
+  EXPECT_EQ(route(few_keys), kTensorTile) << "eight heads a group";
+  EXPECT_EQ(route(decode(32)), kCudaCore);
+  EXPECT_EQ(route(decode(8), RouteChoice::kCore), kCudaCore);
+  EXPECT_EQ(route(decode(32), RouteChoice::kTile), kTensorTile);
+}
+
+TEST(CudaRoutes, LongPrefillTakesHopper) {
+  EXPECT_EQ(route(prefill(32768, 32768)), kHopper) << "the copy costs next to nothing";
+  EXPECT_EQ(route(prefill(512, 32768)), kHopperPaged);
+  EXPECT_EQ(route(prefill(16, 8192)), kTensorTile);
+  EXPECT_EQ(route(prefill(128, 8192)), kTensorTile);
+  EXPECT_EQ(route(prefill(8192, 8192), RouteChoice::kHopper), kHopper);
+  EXPECT_EQ(route(prefill(16, 8192), RouteChoice::kHopperPaged), kHopperPaged);
+  RouteRequest ragged = prefill(8192, 8192);
+  ragged.paged = false;
+  EXPECT_EQ(route(ragged), kHopper);
+  EXPECT_EQ(route(ragged, RouteChoice::kHopperPaged), kTensorTile) << "no pages";
+  DeviceProps ampere = DeviceProps::h200();
+  ampere.compute_capability = 80;
+  EXPECT_EQ(choose_family(prefill(8192, 8192), ampere, RouteChoice::kHopper), kTensorTile);
+}
+
+TEST(CudaRoutes, SmallPagesAreCopiedTogetherWhereThatFits) {
+  RouteRequest request = prefill(8192, 8192);
+  request.page_size = 1;
+  EXPECT_EQ(route(request), kHopper);
+  request.scratch_limit = gather_bytes(request.spec, request.total_kv) - 1;
+  EXPECT_EQ(route(request), kHopperPaged);
+  EXPECT_EQ(route(request, RouteChoice::kHopper), kTensorTile);
+  request.page_size = 16;
+  EXPECT_EQ(route(request), kHopperPaged);
+
+  RouteRequest window = prefill(1024, 65536);
+  window.page_size = 1;
+  window.spec.params.window_left = 4095;
+  EXPECT_EQ(route(window), kHopperPaged) << "most of what would be copied is not read";
+}
+
+TEST(CudaRoutes, WhatHopperCannotServeTakesTiles) {
+  const auto changed = [](auto&& change) {
+    RouteRequest request = prefill(8192, 8192);
+    change(request);
+    return request;
+  };
+  for (const RouteChoice choice : {RouteChoice::kTable, RouteChoice::kHopper, RouteChoice::kHopperPaged}) {
+    EXPECT_NE(route(changed([](auto& r) { r.spec.params.window_left = 4095; }), choice), kTensorTile);
+    EXPECT_NE(route(changed([](auto& r) { r.spec.params.logits_soft_cap = 50; }), choice), kTensorTile);
+    EXPECT_NE(route(changed([](auto& r) { r.spec.sinks = true; }), choice), kTensorTile);
+    EXPECT_NE(route(changed([](auto& r) { r.spec.params.causal = false; }), choice), kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) {
+                      r.spec.params.causal = false;
+                      r.spec.params.window_left = 4095;
+                    }),
+                    choice),
+              kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) { r.spec.alibi = true; }), choice), kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) { r.spec.custom_mask = true; }), choice), kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) { r.surplus_queries = true; }), choice), kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) { r.graph = true; }), choice), kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) { r.any_qo_len = true; }), choice), kTensorTile);
+  }
+}
+
+}  // namespace
+}  // namespace fiw::cuda
