@@ -40,12 +40,12 @@ struct GraphOptions {
 };
 
 struct GraphStats {
-  std::uint64_t captures = 0;  ///< graphs recorded, one a bucket
-  std::uint64_t replays = 0;   ///< by step() and replay()
-  std::uint64_t plans = 0;     ///< schedules written by the host
-  std::uint64_t plan_hits = 0; ///< steps that found the last schedule right
-  std::uint64_t trips = 0;     ///< replays that were found to have no right plan
-  std::size_t bytes = 0;       ///< device memory held: schedules, table and float scratch
+  std::uint64_t captures = 0;   ///< graphs recorded, one a bucket
+  std::uint64_t replays = 0;    ///< by step() and replay()
+  std::uint64_t plans = 0;      ///< schedules written by the host
+  std::uint64_t plan_hits = 0;  ///< steps that found the last schedule right
+  std::uint64_t trips = 0;      ///< replays that were found to have no right plan
+  std::size_t bytes = 0;        ///< device memory held: schedules, table and float scratch
 };
 
 /// Attention steps of one kind, captured once a batch bucket and replayed with other page tables.
@@ -54,19 +54,19 @@ struct GraphStats {
 ///     graph.capture([&](std::int32_t batch) { for each layer { ...; graph.run(q, kv, out); ... } }, stream);
 ///     for each step: graph.step(table, stream);
 ///
-/// A session owns its plan, its copy of the page table and its scratch: no other call on the workspace touches them, and
-/// a step rewrites them in place, in the order of the stream, so that a replay is right for any table within the limits.
-/// Requests may gain pages, finish or be replaced without another capture. Rows of a bucket that the table does not fill
-/// give zeros and an LSE of minus infinity.
+/// A session owns its plan, its copy of the page table and its scratch: no other call on the workspace touches them,
+/// and a step rewrites them in place, in the order of the stream, so that a replay is right for any table within the
+/// limits. Requests may gain pages, finish or be replaced without another capture. Rows of a bucket that the table does
+/// not fill give zeros and an LSE of minus infinity.
 ///
-/// Instead of capture(), a caller may record calls in a graph of its own: begin(), then run() once a layer, all while its
-/// stream is being captured; then prepare(table) before each replay, which returns the bucket to replay.
+/// Instead of capture(), a caller may record calls in a graph of its own: begin(), then run() once a layer, all while
+/// its stream is being captured; then prepare(table) before each replay, which returns the bucket to replay.
 ///
 /// On the CPU nothing is captured: a replay calls `body` again, whose run() calls then compute.
 ///
 /// One thread at a time, together with the workspace (kBusy). Steps on one session must be ordered by the caller's
-/// streams. The session must outlive the work it enqueued and the graphs that recorded it; it may outlive the workspace,
-/// whose close() makes every call throw kClosed.
+/// streams. The session must outlive the work it enqueued and the graphs that recorded it; it may outlive the
+/// workspace, whose close() makes every call throw kClosed.
 class GraphSession {
  public:
   /// One query token a request. `kinds` lists the kinds of layer, by options and types: layers of a kind share a plan.
@@ -86,14 +86,16 @@ class GraphSession {
   /// executed. A second call replaces what was captured. An exception from `body` ends the capture and passes through.
   void capture(std::function<void(std::int32_t batch)> body, Stream stream);
 
-  /// Starts a step of the smallest bucket that holds `batch` requests, in a capture of the caller's; returns the bucket.
+  /// Starts a step of the smallest bucket that holds `batch` requests, in a capture of the caller's; returns the
+  /// bucket.
   std::int32_t begin(std::int32_t batch, Stream stream);
   /// One layer's attention, within capture() or after begin(). Tensors as AttentionStep::run takes them, with at least
   /// bucket * window rows; the addresses are what is captured. `kind` indexes `kinds`.
   void run(const ConstTensor& q, const KvCache& kv, const Tensor& out, float* lse = nullptr,
            const AttentionExtras& extras = {}, Stream stream = nullptr, std::size_t kind = 0);
   /// Writes the step's new tokens, `window` rows a request of k and v [>= bucket * window, num_kv_heads, head_dim], to
-  /// the ends of their requests, within capture() or after begin(). Rows of requests that are not there are passed over.
+  /// the ends of their requests, within capture() or after begin(). Rows of requests that are not there are passed
+  /// over.
   void append_kv(const ConstTensor& k, const ConstTensor& v, const KvCache& kv, Stream stream = nullptr);
 
   /// Rewrites plan and table for the next replay, in stream order; returns the bucket it is for. Throws, and leaves the

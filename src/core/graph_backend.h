@@ -31,8 +31,8 @@ struct ReplanLaunch {
   };
   std::span<const Part> parts{};
   FixedTable table{};
-  std::int32_t* kv_lens = nullptr;                 ///< [batch], written
-  const std::int32_t* prepared_indptr = nullptr;   ///< what the schedules in place were made for; null: plan
+  std::int32_t* kv_lens = nullptr;                ///< [batch], written
+  const std::int32_t* prepared_indptr = nullptr;  ///< what the schedules in place were made for; null: plan
   std::int32_t batch = 0;
   std::int32_t page_size = 1;
   std::int64_t num_pages = 0;

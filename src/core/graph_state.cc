@@ -21,7 +21,9 @@ namespace {
 constexpr std::size_t kAlignment = 256;
 constexpr std::int32_t kMaxWindow = 16;
 
-constexpr std::size_t align_up(std::size_t bytes) noexcept { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr std::size_t align_up(std::size_t bytes) noexcept {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 void check_graph_options(const GraphOptions& options, std::int32_t window, std::size_t kinds) {
   const auto at_least = [](const char* name, std::int64_t value, std::int64_t least) {
@@ -175,8 +177,7 @@ void GraphState::add_kind(const StepSpec& spec) {
     page_counts_.assign(static_cast<std::size_t>(buckets_[bucket]), 0);
     kind.shapes.push_back(
         shape_schedule(kind.traits.family, workspace_->props_, work_of(kind), policy_of(kind, bucket)));
-    kind.scratch_bytes =
-        std::max(kind.scratch_bytes, backend_->scratch_bytes(kind.shapes.back(), kind.traits.spec));
+    kind.scratch_bytes = std::max(kind.scratch_bytes, backend_->scratch_bytes(kind.shapes.back(), kind.traits.spec));
   }
   kinds_.push_back(std::move(kind));
 }
@@ -307,18 +308,18 @@ void GraphState::enqueue_head(std::size_t bucket, Stream stream) {
                      .plan = device_plan(shape, workspace_->props_, work_of(kind), policy_of(kind, bucket)),
                      .schedule = memory_ + kind.offset});
   }
-  graphs_->replan(
-      {.parts = parts,
-       .table = fixed_table(),
-       .kv_lens = reinterpret_cast<std::int32_t*>(memory_ + table_.kv_lens),
-       .prepared_indptr =
-           options_.plan_on_device ? nullptr : reinterpret_cast<const std::int32_t*>(memory_ + table_.indptr),
-       .batch = buckets_[bucket],
-       .page_size = options_.page_size,
-       .num_pages = options_.num_pages,
-       .max_pages = options_.max_pages,
-       .alarm = alarm_.get(),
-       .stream = stream});
+  graphs_->replan({.parts = parts,
+                   .table = fixed_table(),
+                   .kv_lens = reinterpret_cast<std::int32_t*>(memory_ + table_.kv_lens),
+                   .prepared_indptr = options_.plan_on_device
+                                          ? nullptr
+                                          : reinterpret_cast<const std::int32_t*>(memory_ + table_.indptr),
+                   .batch = buckets_[bucket],
+                   .page_size = options_.page_size,
+                   .num_pages = options_.num_pages,
+                   .max_pages = options_.max_pages,
+                   .alarm = alarm_.get(),
+                   .stream = stream});
 }
 
 std::size_t GraphState::active_or_throw() const {
@@ -408,8 +409,8 @@ void GraphState::pad(const PageTable& table, std::size_t bucket) {
 
 void GraphState::plan_kinds(std::size_t bucket) {
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
-    next_[i] = shape_schedule(kinds_[i].traits.family, workspace_->props_, work_of(kinds_[i]),
-                              policy_of(kinds_[i], bucket));
+    next_[i] =
+        shape_schedule(kinds_[i].traits.family, workspace_->props_, work_of(kinds_[i]), policy_of(kinds_[i], bucket));
     if (!same_layout(next_[i], kinds_[i].shapes[bucket])) {
       throw Error(Status::kInternal, Reason::kBug, "a graph's schedule has another layout than was captured");
     }
@@ -440,8 +441,8 @@ std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {
          options_.max_pages);
   }
   if (table.max_page_index() >= options_.num_pages) {
-    fail(Reason::kPageIndex, "the table names page {}, the session was made for num_pages = {}",
-         table.max_page_index(), options_.num_pages);
+    fail(Reason::kPageIndex, "the table names page {}, the session was made for num_pages = {}", table.max_page_index(),
+         options_.num_pages);
   }
   const bool same_plan = prepared_.bucket == bucket && prepared_.epoch == epoch() &&
                          std::ranges::equal(prepared_.table.page_counts(), table.page_counts());
@@ -491,9 +492,7 @@ std::int32_t GraphState::prepare(const PageTable& table, Stream stream) {
   return buckets_[prepare_bucket(table, stream)];
 }
 
-void GraphState::step(const PageTable& table, Stream stream) {
-  replay(prepare(table, stream), stream);
-}
+void GraphState::step(const PageTable& table, Stream stream) { replay(prepare(table, stream), stream); }
 
 void GraphState::replay(std::int32_t batch, Stream stream) {
   std::size_t bucket = 0;
@@ -551,10 +550,9 @@ bool GraphState::read_live_table(std::size_t bucket) {
     }
   }
   const auto count = static_cast<std::size_t>(batch);
-  const PageTable table =
-      PageTable::from_csr(options_.page_size, options_.num_pages, source.indptr.first(count + 1),
-                          source.indices.first(static_cast<std::size_t>(source.indptr[count])),
-                          source.last_page_len.first(count));
+  const PageTable table = PageTable::from_csr(options_.page_size, options_.num_pages, source.indptr.first(count + 1),
+                                              source.indices.first(static_cast<std::size_t>(source.indptr[count])),
+                                              source.last_page_len.first(count));
   if (options_.plan_on_device) {
     prepare_bucket(table, nullptr);
     return true;

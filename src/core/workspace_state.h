@@ -107,8 +107,8 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   PlanCache verify_cache_;
   DeviceTables device_tables_;
   std::vector<std::int32_t> ragged_lens_;  ///< of the ragged call at hand
-  std::uint64_t runtime_epoch_ = 0;  ///< counts the invalidations of decode plans
-  std::uint64_t verify_epoch_ = 0;   ///< ... of verify plans
+  std::uint64_t runtime_epoch_ = 0;        ///< counts the invalidations of decode plans
+  std::uint64_t verify_epoch_ = 0;         ///< ... of verify plans
   std::uint64_t plan_nanoseconds_ = 0;
   std::uint64_t run_nanoseconds_ = 0;
   std::atomic<bool> closed_{false};

@@ -29,7 +29,9 @@ namespace chunk_search {
 
 inline constexpr double kGoodBalance = 1.25;
 
-FIW_HOST_DEVICE inline std::int64_t ceil_div(std::int64_t n, std::int64_t divisor) { return (n + divisor - 1) / divisor; }
+FIW_HOST_DEVICE inline std::int64_t ceil_div(std::int64_t n, std::int64_t divisor) {
+  return (n + divisor - 1) / divisor;
+}
 FIW_HOST_DEVICE inline double lesser(double a, double b) { return b < a ? b : a; }
 
 // About the shortest chunk in [low, high] with at most `limit` items; `high` is known to respect it.

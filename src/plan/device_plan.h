@@ -10,10 +10,10 @@ namespace fiw {
 
 /// The facts that no table changes.
 struct DevicePlan {
-  std::int32_t qo_len = 1;      ///< query tokens a request
-  std::int32_t tiles = 1;       ///< query tiles a request
-  std::int32_t reach = 1;       ///< most pages that a tile walks
-  std::int32_t spared_span = 0; ///< pages of a request of which the causal limit spares half
+  std::int32_t qo_len = 1;             ///< query tokens a request
+  std::int32_t tiles = 1;              ///< query tiles a request
+  std::int32_t reach = 1;              ///< most pages that a tile walks
+  std::int32_t spared_span = 0;        ///< pages of a request of which the causal limit spares half
   std::int32_t fixed_chunk_pages = 0;  ///< 0: searched for
   std::int32_t page_size = 1;
   bool split_kv = false;

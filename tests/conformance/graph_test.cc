@@ -89,8 +89,8 @@ TEST_P(Graph, DecodeFollowsAnyTableWithoutAnotherCapture) {
     Captured captured(GetParam(), decode_case(qo_heads, kv_heads), rng_);
     GraphSession session = capture(captured);
     for (int i = 0; i < 25; ++i) {
-      ASSERT_TRUE(
-          step_is_right(session, captured, captured.random_table(rng_.uniform(0, kMaxBatch), rng_.uniform(1, kMaxLen))));
+      ASSERT_TRUE(step_is_right(session, captured,
+                                captured.random_table(rng_.uniform(0, kMaxBatch), rng_.uniform(1, kMaxLen))));
     }
     EXPECT_EQ(session.stats().captures, session.buckets().size());
     EXPECT_EQ(session.stats().replays, 25U);
@@ -260,8 +260,9 @@ TEST_P(Graph, BadOptionsAreNamed) {
   expect_error(Status::kInvalidArgument, "kinds is empty", [&] { GraphSession::decode(*workspace_, {}, good); });
   const StepSpec spec = captured.spec();
   for (const std::int32_t window : {0, 17}) {
-    expect_error(Status::kInvalidArgument, "window is " + std::to_string(window),
-                 [&] { GraphSession::verify(*workspace_, window, {&spec, 1}, good); });
+    expect_error(Status::kInvalidArgument, "window is " + std::to_string(window), [&] {
+      GraphSession::verify(*workspace_, window, {&spec, 1}, good);
+    });
   }
 }
 

@@ -78,17 +78,16 @@ TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
     const ReplanLaunch::Part part{.shape = &planned.shape,
                                   .plan = device_plan(planned.shape, device, work, policy),
                                   .schedule = schedule.device()};
-    graphs.replan({.parts = {&part, 1},
-                   .table = {.indptr = device_indptr.device(),
-                             .indices = indices.device(),
-                             .last_page_len = last.device()},
-                   .kv_lens = kv_lens.device(),
-                   .batch = batch,
-                   .page_size = work.page_size,
-                   .num_pages = 1,
-                   .max_pages = policy.max_pages,
-                   .alarm = alarm.get(),
-                   .stream = stream()});
+    graphs.replan(
+        {.parts = {&part, 1},
+         .table = {.indptr = device_indptr.device(), .indices = indices.device(), .last_page_len = last.device()},
+         .kv_lens = kv_lens.device(),
+         .batch = batch,
+         .page_size = work.page_size,
+         .num_pages = 1,
+         .max_pages = policy.max_pages,
+         .alarm = alarm.get(),
+         .stream = stream()});
     synchronize();
     schedule.download();
     kv_lens.download();
@@ -175,8 +174,9 @@ TEST_F(CudaGraph, StepsEnqueuedBehindABusyStreamEachHaveTheirOwnPlan) {
   GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(8 * 44));
   session.capture([&](std::int32_t) { captured.run(session); }, stream());
   Problem& problem = captured.problem();
-  const std::size_t bytes = static_cast<std::size_t>(problem.out().rows() * problem.out().heads() *
-                                                     problem.out().dim()) * size_of(problem.out().dtype());
+  const std::size_t bytes =
+      static_cast<std::size_t>(problem.out().rows() * problem.out().heads() * problem.out().dim()) *
+      size_of(problem.out().dtype());
   const std::size_t lse_bytes = problem.lse().size() * sizeof(float);
   problem.poison_outputs();
   std::vector<PageTable> tables;
@@ -202,13 +202,12 @@ TEST_F(CudaGraph, StepsEnqueuedBehindABusyStreamEachHaveTheirOwnPlan) {
 }
 
 TEST_F(CudaGraph, MemoryMayStartDirty) {
-  const Allocator dirty{.allocate =
-                            [](void*, std::size_t bytes, std::size_t, Stream on) -> void* {
-                              void* memory = nullptr;
-                              if (cudaMalloc(&memory, bytes) != cudaSuccess) return nullptr;
-                              cudaMemsetAsync(memory, 0xFF, bytes, static_cast<cudaStream_t>(on));
-                              return memory;
-                            },
+  const Allocator dirty{.allocate = [](void*, std::size_t bytes, std::size_t, Stream on) -> void* {
+                          void* memory = nullptr;
+                          if (cudaMalloc(&memory, bytes) != cudaSuccess) return nullptr;
+                          cudaMemsetAsync(memory, 0xFF, bytes, static_cast<cudaStream_t>(on));
+                          return memory;
+                        },
                         .free =
                             [](void*, void* memory, std::size_t, Stream on) {
                               cudaStreamSynchronize(static_cast<cudaStream_t>(on));

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "core/work.h"
+
 namespace fiw::cuda {
 namespace {
 

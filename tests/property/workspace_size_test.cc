@@ -73,13 +73,19 @@ TEST_P(WorkspaceSize, SufficesForAnyCallWithinTheLimits) {
     const std::size_t required =
         FlashInferWorkspace::required_workspace(workspace->device_props(), limits, options.plan);
     for (int call = 0; call < 20; ++call) {
-      ASSERT_NO_THROW(plan_within(*workspace, limits))
-          << "heads " << limits.params.num_qo_heads << "/" << limits.params.num_kv_heads << ", head dims "
-          << limits.params.head_dim_qk << "/" << limits.params.head_dim_vo << ", max_batch " << limits.max_batch
-          << ", max_total_qo " << limits.max_total_qo << ", max_verify_window " << limits.max_verify_window
-          << ", max_kv_len " << limits.max_kv_len << ", page_size " << limits.page_size << ", threads "
-          << options.num_threads << ", batch-invariant " << options.plan.batch_invariant << " at "
-          << options.plan.fixed_split_tokens << ", workspace of " << required << " bytes";
+      try {
+        plan_within(*workspace, limits);
+      } catch (const Error& error) {
+        // FlashInfer's kernels reckon offsets in 32 bits, which may reach less far than the workspace does.
+        ASSERT_TRUE(GetParam() != kCpuDevice && error.reason() == Reason::kSizeOverflow)
+            << error.what() << "\n"
+            << "heads " << limits.params.num_qo_heads << "/" << limits.params.num_kv_heads << ", head dims "
+            << limits.params.head_dim_qk << "/" << limits.params.head_dim_vo << ", max_batch " << limits.max_batch
+            << ", max_total_qo " << limits.max_total_qo << ", max_verify_window " << limits.max_verify_window
+            << ", max_kv_len " << limits.max_kv_len << ", page_size " << limits.page_size << ", threads "
+            << options.num_threads << ", batch-invariant " << options.plan.batch_invariant << " at "
+            << options.plan.fixed_split_tokens << ", workspace of " << required << " bytes";
+      }
     }
     EXPECT_LE(workspace->stats().float_scratch_peak, required);
     EXPECT_LE(workspace->stats().float_scratch_bytes, required);
