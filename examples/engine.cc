@@ -251,6 +251,7 @@ class Engine {
                                           .page_size = kPageSize,
                                           .kv_dtype = fiw::DType::kFloat32};
     options.fixed_size = true;
+    options.num_threads = 1;  // calls as small as these are over before a second thread is there
     workspace_ = fiw::FlashInferWorkspace::create(fiw::kCpuDevice, options);
     if (!workspace_) throw std::runtime_error("this build of fiw has no backend for the device");
     required_bytes_ = fiw::FlashInferWorkspace::required_workspace(workspace_->device_props(), *options.limits);
