@@ -11,7 +11,11 @@ import fiw
 def decode_step(heads=4, kv_lens=(7, 1)):
     pages = [list(range(4 * i, 4 * i + -(-length // 4))) for i, length in enumerate(kv_lens)]
     k = np.ones((4 * len(kv_lens), 4, 2, 16), np.float32)
-    return np.ones((len(kv_lens), heads, 16), np.float32), fiw.KvCache(k, k), fiw.PageTable.from_pages(4, 64, pages, kv_lens)
+    return (
+        np.ones((len(kv_lens), heads, 16), np.float32),
+        fiw.KvCache(k, k),
+        fiw.PageTable.from_pages(4, 64, pages, kv_lens),
+    )
 
 
 def test_devices_by_every_name():
@@ -27,9 +31,8 @@ def test_the_handle_is_the_c_abi_s(ws):
 
 
 def test_a_context_manager_closes_also_after_an_error():
-    with pytest.raises(KeyError):
-        with fiw.FlashInferWorkspace.create() as ws:
-            raise KeyError
+    with pytest.raises(KeyError), fiw.FlashInferWorkspace.create() as ws:
+        raise KeyError
     assert ws.closed and "closed" in repr(ws)
 
 
