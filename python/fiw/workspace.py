@@ -20,10 +20,13 @@ from fiw._tensors import (
     stream_handle,
     view,
 )
+from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, pack_mask
 from fiw.page_table import PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
+
+_REASON_PARTIAL_STATES = 309
 
 _Lens = Callable[[], tuple[Any, Any]]
 """(qo_lens, kv_lens) of a call, for packing a mask of booleans."""
@@ -38,7 +41,7 @@ def _extras(
     if isinstance(custom_mask, PackedMask):
         bits, indptr = custom_mask
     elif custom_mask is not None:
-        bits, indptr = (from_host_like(q, array) for array in pack_mask(custom_mask, *lens()))
+        bits, indptr = (from_host_like(q, array, stream) for array in pack_mask(custom_mask, *lens()))
     return _fiw.Extras(
         optional_view("sinks", sinks, stream=stream),
         optional_view("alibi_slopes", alibi_slopes, stream=stream),
@@ -95,7 +98,7 @@ def _params(
         head_dim_qk,
         head_dim_vo,
         0.0 if sm_scale is None else sm_scale,
-        causal,
+        bool(causal),
         window_left,
         logits_soft_cap,
     )
@@ -239,7 +242,7 @@ class FlashInferWorkspace:
 
     @property
     def handle(self) -> int:
-        """The `fiw_workspace*` for calls through the C ABI, valid until close; 0 afterwards."""
+        """The `fiw_workspace*` for calls through the C ABI, which `fiw._fiw.__file__` exports; 0 after close."""
         return self._workspace.handle()
 
     def close(self) -> None:
@@ -548,18 +551,20 @@ class FlashInferWorkspace:
         lse float32 [rows, num_qo_heads], natural logarithm; -inf carries no weight. `out` and `lse` may be those of a
         part.
         """
-        native = stream_handle(stream, parts[0][0] if parts else None)
+        if not parts:
+            raise InvalidArgumentError("parts is empty, expected at least one (out, lse)", _REASON_PARTIAL_STATES)
+        native = stream_handle(stream, parts[0][0])
         outs = [view(f"parts[{i}] out", part[0], stream=native) for i, part in enumerate(parts)]
         sums = [view(f"parts[{i}] lse", part[1], stream=native) for i, part in enumerate(parts)]
         want_lse = return_lse or lse is not None
-        if out is None and parts:
+        if out is None:
             out = empty_like(parts[0][0], outs[0].shape)
-        if want_lse and lse is None and parts:
+        if want_lse and lse is None:
             lse = empty_like(parts[0][0], outs[0].shape[:-1], float32=True)
         self._workspace.merge_states(
             outs,
             sums,
-            optional_view("out", out, writable=True, stream=native),
+            view("out", out, writable=True, stream=native),
             optional_view("lse", lse, writable=True, stream=native),
             native,
         )

@@ -55,7 +55,7 @@ def test_a_bad_argument_names_itself_and_changes_nothing(ws, step):
         ("qo_indptr: .*expected integers", 110, lambda: ws.prefill(q, [0, 1, 2**40], cache, table)),
         ("qo_indptr: .*expected integers", 110, lambda: ws.prefill(q, [0, 1.5, 2], cache, table)),
         ("window is 65, expected 1..64", 113, lambda: ws.verify(q, 65, cache, table)),
-        ("num_parts is 0", 309, lambda: ws.merge_states([], out=q)),
+        ("parts is empty", 309, lambda: ws.merge_states([], out=q)),
     ]:
         with pytest.raises(fiw.InvalidArgumentError, match=match) as raised:
             call()
