@@ -8,7 +8,7 @@ root=$1
 shift
 cd "$root"
 [ $# -gt 0 ] || set -- README.md CONTRIBUTING.md docs/*.md
-folders='src|include|tests|tools|docs|cmake|scripts|data|examples|java|bench|\.ci'
+folders='src|include|tests|tools|python|java|docs|cmake|scripts|data|examples|bench|\.ci'
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 status=0
@@ -18,7 +18,7 @@ complain() {
 }
 
 cat CMakeLists.txt > "$work/sources"
-find include src tools cmake examples tests/support -type f -exec cat {} + >> "$work/sources"
+find include src tools python cmake examples tests/support -type f -exec cat {} + >> "$work/sources"
 # All words of the sources, so that looking one up is quick.
 grep -ohE '[A-Za-z_][A-Za-z0-9_]*' "$work/sources" | sort -u > "$work/words"
 
