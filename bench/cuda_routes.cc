@@ -131,9 +131,17 @@ class Shapes {
       }
       mixed.name = fmt::format("decode {}/{} b64 mixed", qo, kv);
     }
-    add(Call::kDecode, "decode", 32, 8, 1, 1, 512);
-    add(Call::kDecode, "decode", 32, 8, 1, 1, 131072);
-    add(Call::kDecode, "decode", 32, 8, 8, 1, 32768);
+    for (const auto& [batch, kv_len] : {std::pair(1, 512),
+                                        {1, 8192},
+                                        {1, 16384},
+                                        {1, 131072},
+                                        {8, 512},
+                                        {8, 1024},
+                                        {8, 32768},
+                                        {64, 64},
+                                        {64, 256}}) {
+      add(Call::kDecode, "decode", 32, 8, batch, 1, kv_len);
+    }
     for (const std::int32_t page_size : {1, 64}) {
       Shape& shape = add(Call::kDecode, "decode", 32, 8, 64, 1, 4096);
       shape.page_size = page_size;

@@ -89,7 +89,7 @@ Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept 
   const double rows = static_cast<double>(request.total_rows) / batch;
   double seen = static_cast<double>(request.total_kv) / batch;  // keys of a row
   if (params.causal) seen -= rows / 2;
-  if (params.window_left >= 0) seen = std::min<double>(seen, params.window_left);
+  if (params.window_left >= 0) seen = std::min<double>(seen, params.window_left + 1);
   const double a_row = 2.0 * (params.head_dim_qk + params.head_dim_vo) * seen;
 
   // FA3 neither packs the heads of a group into a tile nor cuts keys: its works come in rounds, the last one half

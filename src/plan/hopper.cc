@@ -22,7 +22,7 @@ constexpr std::size_t kAlignment = 16;
 constexpr std::int64_t kInt32Max = std::numeric_limits<std::int32_t>::max();
 
 // The kernel's query tile, in tokens: it does not pack the heads of a group.
-std::int32_t tile_tokens(const WorkLoad& work) noexcept { return work.head_dim_vo == 64 ? 192 : 128; }
+std::int32_t tile_tokens(const WorkLoad& work) noexcept { return work.head_dim_vo < 128 ? 192 : 128; }
 
 std::int32_t first_row(const WorkLoad& work, std::int32_t r) noexcept {
   return work.qo_indptr.empty() ? r * work.uniform_qo_len : work.qo_indptr[r];

@@ -18,7 +18,7 @@ namespace fiw::test {
 namespace {
 
 constexpr std::int32_t kGroupSizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 32, 64};
-constexpr std::int32_t kHeadDims[] = {8, 16, 56, 64, 72, 80, 96, 104, 128, 192, 224, 256, 320, 576};
+constexpr std::int32_t kHeadDims[] = {8, 16, 56, 64, 72, 80, 96, 104, 128, 192, 224, 256, 320, 512, 576};
 constexpr std::int32_t kPageSizes[] = {1, 2, 3, 5, 16, 128, 129, 256, 512};
 constexpr DType kActivations[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 constexpr DType kCacheTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3,
@@ -88,6 +88,49 @@ TEST_P(Attention, AnyHeadDim) {
       Case c = base();
       heads(c, 2 * group, 2);
       c.params.head_dim_qk = dim;
+      expect_right(c);
+    }
+  }
+}
+
+// Queries for several tiles of any kernel, none before the first key, in the head sizes and types that kernels are
+// built for.
+TEST_P(Attention, LongQueries) {
+  constexpr std::pair<std::int32_t, std::int32_t> kDims[] = {{64, 64},   {96, 96},   {128, 128},
+                                                             {192, 128}, {256, 256}, {512, 512}};
+  const Change kChanges[] = {
+      [](Case&) {},
+      [](Case& c) { c.params.causal = false; },
+      [](Case& c) { c.params.window_left = 7; },
+      [](Case& c) { c.params.window_left = 150; },
+      [](Case& c) { c.params.logits_soft_cap = 2.5F; },
+      [](Case& c) { c.sinks = true; },
+      [](Case& c) {
+        c.params.window_left = 100;
+        c.params.logits_soft_cap = 2.5F;
+        c.sinks = true;
+        c.lse = false;
+      },
+      [](Case& c) {
+        if (c.op == Op::kRagged) return;  // which has no scales
+        c.k_scale = 0.25F;
+        c.v_scale = 1.5F;
+        c.head_scales = true;
+      },
+  };
+  for (const auto& [qk, vo] : kDims) {
+    for (const Change change : kChanges) {
+      Case c = base();
+      if (op() == Op::kPrefill || op() == Op::kRagged) {
+        c.qo_lens = {200, 1, 130, 0, 300};
+        c.kv_lens = {450, 1, 130, 5, 517};
+      }
+      heads(c, 2 * rng_.pick({1, 4}), 2);
+      c.params.head_dim_qk = qk;
+      c.params.head_dim_vo = vo;
+      c.q_dtype = c.kv_dtype = rng_.pick({DType::kFloat16, DType::kBFloat16});
+      c.page_size = rng_.pick({1, 3, 8, 16, 48, 64, 256});
+      change(c);
       expect_right(c);
     }
   }

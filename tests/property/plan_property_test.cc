@@ -377,7 +377,7 @@ struct HopperCase {
   HopperCase(Rng& random, std::int32_t batch, std::int32_t most_qo) {
     work.num_kv_heads = random.pick({1, 2, 8});
     work.num_qo_heads = work.num_kv_heads * random.pick({1, 4, 5});
-    work.head_dim_qk = work.head_dim_vo = random.pick({64, 128});
+    work.head_dim_qk = work.head_dim_vo = random.pick({64, 96, 128});
     work.causal = random.chance(0.7);
     work.window_left = random.chance(0.2) ? 500 : -1;
     device.num_workers = random.pick({1, 108, 132, 144});
@@ -393,7 +393,7 @@ struct HopperCase {
   HopperCase(const HopperCase&) = delete;
   HopperCase& operator=(const HopperCase&) = delete;
 
-  std::int32_t tokens() const { return work.head_dim_vo == 64 ? 192 : 128; }
+  std::int32_t tokens() const { return work.head_dim_vo < 128 ? 192 : 128; }
   std::int64_t cost(std::int32_t r, std::int32_t tile) const {
     const std::int64_t rows = tokens();
     std::int64_t end = kv_lens[r];
