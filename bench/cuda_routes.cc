@@ -4,13 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -24,9 +22,10 @@
 #include "core/backend.h"
 #include "core/support.h"
 #include "cuda/routes.h"
+#include "cuda_bench.h"
 #include "fiw/workspace.h"
 
-namespace fiw {
+namespace fiw::bench {
 namespace {
 
 constexpr int kDevice = 0;
@@ -43,10 +42,6 @@ constexpr Route kRoutes[] = {{"core", cuda::RouteChoice::kCore, KernelFamily::kC
                              {"hopper", cuda::RouteChoice::kHopper, KernelFamily::kHopper},
                              {"hopper_paged", cuda::RouteChoice::kHopperPaged, KernelFamily::kHopperPaged}};
 constexpr std::size_t kNumRoutes = std::size(kRoutes);
-
-void check(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) throw std::runtime_error(fmt::format("{}: {}", call, cudaGetErrorString(status)));
-}
 
 enum class Call { kDecode, kVerify, kPrefill, kRagged };
 
@@ -213,98 +208,6 @@ class Shapes {
   std::vector<Shape> list_;
 };
 
-class DeviceMemory {
- public:
-  explicit DeviceMemory(std::size_t bytes) { check(cudaMalloc(&data_, bytes), "cudaMalloc"); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  ~DeviceMemory() { cudaFree(data_); }
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-
- private:
-  void* data_ = nullptr;
-};
-
-/// Random values of magnitude 1/8 to 1, made for 4 MB and repeated.
-void fill(std::byte* memory, std::size_t bytes, DType dtype, std::uint32_t seed) {
-  std::vector<std::byte> block(std::min<std::size_t>(bytes, 4U << 20));
-  std::mt19937 engine(seed);
-  for (std::size_t at = 0; at + 1 < block.size(); at += size_of(dtype)) {
-    const auto bits = static_cast<std::uint32_t>(engine());
-    const std::uint32_t sign = bits & 1;
-    const std::uint32_t exponent = (bits >> 1) % 3;
-    if (dtype == DType::kFloat8E4M3) {
-      block[at] = static_cast<std::byte>(sign << 7 | (4 + exponent) << 3 | (bits >> 8 & 7));
-    } else {
-      const std::uint32_t value = sign << 15 | (124 + exponent) << 7 | (bits >> 8 & 127);
-      block[at] = static_cast<std::byte>(value & 255);
-      block[at + 1] = static_cast<std::byte>(value >> 8);
-    }
-  }
-  check(cudaMemcpy(memory, block.data(), block.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
-  for (std::size_t done = block.size(); done < bytes; done *= 2) {
-    check(cudaMemcpy(memory + done, memory, std::min(done, bytes - done), cudaMemcpyDeviceToDevice), "cudaMemcpy");
-  }
-}
-
-/// Holds a stream back, so that what is enqueued meanwhile runs without waiting for the host.
-class Gate {
- public:
-  explicit Gate(cudaStream_t stream) {
-    check(cudaLaunchHostFunc(
-              stream, [](void* open) { static_cast<std::atomic<bool>*>(open)->wait(false); }, &open_),
-          "cudaLaunchHostFunc");
-  }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-  ~Gate() { open(); }
-  void open() {
-    open_ = true;
-    open_.notify_all();
-  }
-
- private:
-  std::atomic<bool> open_{false};
-};
-
-/// Milliseconds on the device.
-class Clock {
- public:
-  Clock() {
-    check(cudaEventCreate(&begin_), "cudaEventCreate");
-    check(cudaEventCreate(&end_), "cudaEventCreate");
-  }
-  Clock(const Clock&) = delete;
-  Clock& operator=(const Clock&) = delete;
-  ~Clock() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-  }
-  double time(cudaStream_t stream, const std::function<void()>& work) {
-    {
-      Gate gate(stream);
-      check(cudaEventRecord(begin_, stream), "cudaEventRecord");
-      work();
-      check(cudaEventRecord(end_, stream), "cudaEventRecord");
-      gate.open();
-      check(cudaEventSynchronize(end_), "cudaEventSynchronize");
-    }
-    float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, begin_, end_), "cudaEventElapsedTime");
-    return milliseconds;
-  }
-
- private:
-  cudaEvent_t begin_ = nullptr;
-  cudaEvent_t end_ = nullptr;
-};
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 struct Result {
   std::optional<double> milliseconds[kNumRoutes];
   std::size_t chosen = 0;
@@ -326,7 +229,6 @@ class Bench {
         v_(most(shapes, &Bench::cache_pool)),
         q_(most(shapes, &Bench::row_pool)),
         out_(most(shapes, &Bench::row_pool)) {
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
     fill(q_.data(), most(shapes, &Bench::row_pool), DType::kBFloat16, 1);
     cache_bytes_ = most(shapes, &Bench::cache_pool);
     for (const Route& route : kRoutes) {
@@ -335,12 +237,6 @@ class Bench {
       if (workspaces_.back() == nullptr) throw std::runtime_error("this build has no CUDA backend");
     }
   }
-  Bench(const Bench&) = delete;
-  Bench& operator=(const Bench&) = delete;
-  ~Bench() {
-    cudaStreamSynchronize(stream_);
-    cudaStreamDestroy(stream_);
-  }
 
   /// Bytes a second that a device copy reads and writes.
   double copy_bandwidth() {
@@ -348,8 +244,8 @@ class Bench {
     const std::size_t bytes = std::min(kMost, cache_bytes_);
     std::vector<double> times;
     for (int i = 0; i < samples_; ++i) {
-      times.push_back(clock_.time(stream_, [&] {
-        check(cudaMemcpyAsync(v_.data(), k_.data(), bytes, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
+      times.push_back(clock_.time(stream_.get(), [&] {
+        check(cudaMemcpyAsync(v_.data(), k_.data(), bytes, cudaMemcpyDeviceToDevice, stream_.get()), "cudaMemcpyAsync");
       }));
     }
     filled_.reset();
@@ -371,19 +267,19 @@ class Bench {
     for (std::size_t i = 0; i < kNumRoutes; ++i) {
       if (kRoutes[i].family == chosen) result.chosen = i;
       if (family(shape, kRoutes[i].choice) != kRoutes[i].family) continue;
-      check(cudaMemsetAsync(out_.data(), 0xFF, shape.rows() * shape.row_bytes(), stream_), "cudaMemsetAsync");
+      check(cudaMemsetAsync(out_.data(), 0xFF, shape.rows() * shape.row_bytes(), stream_.get()), "cudaMemsetAsync");
       call(shape, *workspaces_[i], 0);
       const std::vector<float> rows = sampled_rows(shape);
       if (first.empty()) first = rows;
       result.worst_difference = std::max(result.worst_difference, difference(first, rows));
       // Enough calls for half a millisecond, so that the gap before the first one does not show.
-      const double once = clock_.time(stream_, [&] { call(shape, *workspaces_[i], 0); });
+      const double once = clock_.time(stream_.get(), [&] { call(shape, *workspaces_[i], 0); });
       calls[i] = std::clamp(static_cast<int>(0.5 / once), 1, 16);
     }
     for (int sample = 0; sample < samples_; ++sample) {
       for (std::size_t i = 0; i < kNumRoutes; ++i) {
         if (calls[i] == 0) continue;
-        const double time = clock_.time(stream_, [&] {
+        const double time = clock_.time(stream_.get(), [&] {
           for (int c = 0; c < calls[i]; ++c) call(shape, *workspaces_[i], next_copy_++);
         });
         times[i].push_back(time / calls[i]);
@@ -450,17 +346,18 @@ class Bench {
         return ConstTensor(memory.data() + offset, shape.kv_dtype, shape.tokens(), shape.kv_heads, shape.head_dim,
                            kDevice);
       };
-      workspace.ragged_prefill(q, qo_indptr_, tensor(k_), tensor(v_), kv_indptr_, params, out, nullptr, {}, stream_);
+      workspace.ragged_prefill(q, qo_indptr_, tensor(k_), tensor(v_), kv_indptr_, params, out, nullptr, {},
+                               stream_.get());
       return;
     }
     const KvCache kv = KvCache::contiguous(k_.data() + offset, v_.data() + offset, shape.kv_dtype, KvLayout::kNHD,
                                            shape.pages(), shape.page_size, shape.kv_heads, shape.head_dim, 0, kDevice);
     if (shape.call == Call::kDecode) {
-      workspace.decode(q, kv, table_, params, out, nullptr, {}, stream_);
+      workspace.decode(q, kv, table_, params, out, nullptr, {}, stream_.get());
     } else if (shape.call == Call::kVerify) {
-      workspace.verify(q, shape.qo_lens.front(), kv, table_, params, out, nullptr, {}, stream_);
+      workspace.verify(q, shape.qo_lens.front(), kv, table_, params, out, nullptr, {}, stream_.get());
     } else {
-      workspace.prefill(q, qo_indptr_, kv, table_, params, out, nullptr, {}, stream_);
+      workspace.prefill(q, qo_indptr_, kv, table_, params, out, nullptr, {}, stream_.get());
     }
   }
 
@@ -470,7 +367,7 @@ class Bench {
     const auto rows = static_cast<std::size_t>(std::min(kRows, shape.rows()));
     std::vector<std::uint16_t> bits(2 * rows * shape.row_bytes() / sizeof(std::uint16_t));
     const std::size_t bytes = rows * shape.row_bytes();
-    check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    stream_.synchronize();
     check(cudaMemcpy(bits.data(), out_.data(), bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
     check(cudaMemcpy(bits.data() + bits.size() / 2, out_.data() + shape.rows() * shape.row_bytes() - bytes, bytes,
                      cudaMemcpyDeviceToHost),
@@ -500,7 +397,7 @@ class Bench {
   std::size_t cache_bytes_ = 0;
   std::optional<DType> filled_;
   std::vector<std::unique_ptr<FlashInferWorkspace>> workspaces_;
-  cudaStream_t stream_ = nullptr;
+  OwnStream stream_;
   Clock clock_;
   PageTable table_;
   std::vector<std::int32_t> qo_indptr_;
@@ -600,11 +497,11 @@ int run(const Options& options) {
 }
 
 }  // namespace
-}  // namespace fiw
+}  // namespace fiw::bench
 
 int main(int argc, char** argv) {
   try {
-    return fiw::run(fiw::parse(argc, argv));
+    return fiw::bench::run(fiw::bench::parse(argc, argv));
   } catch (const std::exception& error) {
     fmt::print(stderr, "cuda_routes: {}\n", error.what());
     return 2;
