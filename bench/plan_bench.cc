@@ -66,10 +66,11 @@ void hopper_prefill(benchmark::State& state) {
   work.kv_pages = kv_lens;
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
+  std::vector<std::byte> scratch;
   std::vector<std::byte> memory(shape_hopper(device, work, {}).bytes);
   for (auto _ : state) {
     const HopperShape shape = shape_hopper(device, work, {});
-    write_hopper(shape, device, work, indptr, kv_lens, memory);
+    write_hopper(shape, device, work, indptr, kv_lens, scratch, memory);
     benchmark::ClobberMemory();
     state.counters["works"] = shape.works;
   }

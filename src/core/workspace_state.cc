@@ -109,10 +109,10 @@ ScheduleShape hopper_schedule(KernelFamily family, const DeviceProps& device, co
 }
 
 void write_hopper_schedule(const ScheduleShape& shape, const DeviceProps& device, const WorkLoad& work,
-                           std::span<const std::int32_t> kv_lens, std::span<std::byte> out) {
-  std::vector<std::int32_t> kv_indptr(kv_lens.size() + 1, 0);
-  std::partial_sum(kv_lens.begin(), kv_lens.end(), kv_indptr.begin() + 1);
-  write_hopper(shape.hopper, device, work, kv_indptr, kv_lens, out);
+                           std::span<const std::int32_t> kv_lens, HopperScratch& scratch, std::span<std::byte> out) {
+  scratch.kv_indptr.assign(kv_lens.size() + 1, 0);
+  std::partial_sum(kv_lens.begin(), kv_lens.end(), scratch.kv_indptr.begin() + 1);
+  write_hopper(shape.hopper, device, work, scratch.kv_indptr, kv_lens, scratch.bytes, out);
 }
 
 /// Of two tensors of one shape.
@@ -291,7 +291,7 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   const std::span<std::byte> staged = backend_->stage(plan->slice.data(), shape.bytes);
   if (hopper) {
     write_hopper_schedule(shape, props_, work, request.table != nullptr ? request.table->kv_lens() : request.kv_lens,
-                          staged);
+                          hopper_scratch_, staged);
   } else {
     write_schedule(shape, work, staged);
   }

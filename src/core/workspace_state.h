@@ -14,6 +14,12 @@
 
 namespace fiw::detail {
 
+/// Kept from plan to plan, so that a steady state allocates nothing.
+struct HopperScratch {
+  std::vector<std::int32_t> kv_indptr;
+  std::vector<std::byte> bytes;
+};
+
 class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
  public:
   /// `options` have been checked.
@@ -107,8 +113,9 @@ class WorkspaceState : public std::enable_shared_from_this<WorkspaceState> {
   PlanCache verify_cache_;
   DeviceTables device_tables_;
   std::vector<std::int32_t> ragged_lens_;  ///< of the ragged call at hand
-  std::uint64_t runtime_epoch_ = 0;        ///< counts the invalidations of decode plans
-  std::uint64_t verify_epoch_ = 0;         ///< ... of verify plans
+  HopperScratch hopper_scratch_;
+  std::uint64_t runtime_epoch_ = 0;  ///< counts the invalidations of decode plans
+  std::uint64_t verify_epoch_ = 0;   ///< ... of verify plans
   std::uint64_t plan_nanoseconds_ = 0;
   std::uint64_t run_nanoseconds_ = 0;
   std::atomic<bool> closed_{false};

@@ -154,7 +154,7 @@ HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const 
 
 void write_hopper(const HopperShape& shape, const DeviceProps& device, const WorkLoad& work,
                   std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
-                  std::span<std::byte> out) {
+                  std::vector<std::byte>& scratch, std::span<std::byte> out) {
   if (out.size() < shape.bytes) {
     throw Error(Status::kInternal, Reason::kBug, "the memory for a schedule is smaller than its shape");
   }
@@ -165,17 +165,25 @@ void write_hopper(const HopperShape& shape, const DeviceProps& device, const Wor
   const std::int32_t tiles = shape.works / heads;
   const std::int32_t group_works = shape.works / groups;
 
-  std::vector<TileWork> tile_works(2 * static_cast<std::size_t>(tiles));
-  const std::span<TileWork> unsorted(tile_works.data(), static_cast<std::size_t>(tiles));
-  const std::span<TileWork> sorted(tile_works.data() + tiles, static_cast<std::size_t>(tiles));
+  // Bounded by the works of a group.
+  const std::size_t slots = std::bit_ceil(static_cast<std::size_t>(group_workers));
+  const std::size_t word_count = 3 * static_cast<std::size_t>(group_workers) + group_works;
+  const std::size_t tile_bytes = 2 * static_cast<std::size_t>(tiles) * sizeof(TileWork);
+  const std::size_t ring_bytes = slots * sizeof(LoadRing::Entry);
+  static_assert(alignof(TileWork) <= alignof(LoadRing::Entry) && alignof(std::int32_t) <= alignof(TileWork));
+  scratch.resize(std::max(scratch.size(), tile_bytes + ring_bytes + word_count * sizeof(std::int32_t)));
+  auto* const tile_works = reinterpret_cast<TileWork*>(scratch.data() + ring_bytes);
+  const std::span<TileWork> unsorted(tile_works, static_cast<std::size_t>(tiles));
+  const std::span<TileWork> sorted(tile_works + tiles, static_cast<std::size_t>(tiles));
   sort_tiles(work, kv_lens, unsorted, sorted);
 
-  // Scratch: the only allocations of a plan, bounded by the works of a group.
-  std::vector<LoadRing::Entry> ring_storage(std::bit_ceil(static_cast<std::size_t>(group_workers)));
+  const std::span<LoadRing::Entry> ring_storage(reinterpret_cast<LoadRing::Entry*>(scratch.data()), slots);
+  std::ranges::fill(ring_storage, LoadRing::Entry{});
   for (std::int32_t w = 0; w < group_workers; ++w) ring_storage[w] = {.load = 0, .worker = w};
   LoadRing ring(ring_storage);
-  std::vector<std::int32_t> scratch(3 * static_cast<std::size_t>(group_workers) + group_works);
-  const std::span<std::int32_t> words(scratch);
+  const std::span<std::int32_t> words(reinterpret_cast<std::int32_t*>(scratch.data() + ring_bytes + tile_bytes),
+                                      word_count);
+  std::ranges::fill(words, 0);
   const auto workers = static_cast<std::size_t>(group_workers);
   Chains chains{.first = words.first(workers),
                 .last = words.subspan(workers, workers),

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "core/schedule.h"
 #include "fiw/device_props.h"
@@ -68,8 +69,9 @@ ScheduleShape worst_shape(KernelFamily family, const DeviceProps& device, const 
 
 /// Hopper (FA3) work lists: longest work first onto the least loaded SM. `kv_lens` [batch] are tokens.
 HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy);
+/// Works in `scratch`, which grows to what it needs: the next plan of that size allocates nothing.
 void write_hopper(const HopperShape& shape, const DeviceProps& device, const WorkLoad& work,
                   std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
-                  std::span<std::byte> out);
+                  std::vector<std::byte>& scratch, std::span<std::byte> out);
 
 }  // namespace fiw

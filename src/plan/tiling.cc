@@ -13,11 +13,7 @@ std::int32_t tensor_tile_rows(const DeviceProps& device, const WorkLoad& work, s
   if (work.head_dim_vo >= 512) return packed_len <= 32 ? 16 : 32;
   if (work.head_dim_qk >= 512) return 16;
   if (packed_len > 64 && work.head_dim_vo < 256) return 128;
-  if (device.compute_capability < 80) return 64;
-  if (packed_len > 16) {
-    const bool low = work.head_dim_qk == 128 && work.head_dim_vo == 128 && work.kv_element_bytes == 2;
-    return low && packed_len <= 32 ? 32 : 64;
-  }
+  if (packed_len > 16 || device.compute_capability < 80) return 64;
   // 16 rows leave the four warps to share the keys: one step of 64 keys has to fit beside the queries.
   const std::int64_t q_bytes = std::int64_t{16} * work.head_dim_qk * 2;
   const std::int64_t kv_bytes = (std::int64_t{work.head_dim_qk} + work.head_dim_vo) * 16 * 4 * work.kv_element_bytes;

@@ -158,9 +158,8 @@ TEST_F(Cuda, DestroyingAWorkspaceWaitsForItsWork) {
     Gate gate(stream.get());
     workspace->decode(problem.q().device(), problem.cache().device(), problem.table(), problem.description().params,
                       problem.out().device(), problem.device_lse(), {}, stream.get());
-    std::thread opener([&] { gate.release(); });
+    std::jthread opener([&] { gate.release(); });
     workspace.reset();
-    opener.join();
   }
   stream.synchronize();
   problem.fetch_outputs();
@@ -294,7 +293,7 @@ TEST_F(Cuda, TablesAreReadInStreamOrder) {
     Gate gate(stream.get());
     check(cudaMemcpyAsync(indices.device(), fresh.device(), 2 * sizeof(std::int32_t), cudaMemcpyDeviceToDevice,
                           stream.get()));
-    std::thread opener([&] {
+    std::jthread opener([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       gate.release();
     });
@@ -304,7 +303,6 @@ TEST_F(Cuda, TablesAreReadInStreamOrder) {
                                                   .indices = {indices.device(), 2},
                                                   .last_page_len = {last_page_len.device(), 1}},
                                                  stream.get());
-    opener.join();
     kept.assign(read.indices().begin(), read.indices().end());
   }
   EXPECT_EQ(kept, fresh.host());

@@ -410,13 +410,14 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     SCOPED_TRACE(::testing::Message() << "heads " << c.work.num_qo_heads << " workers " << c.device.num_workers
                                       << " batch " << c.kv_lens.size());
     const SplitPolicy policy{.graph = random.chance(0.3)};
+    std::vector<std::byte> scratch;
     const HopperShape shape = shape_hopper(c.device, c.work, policy);
     std::vector<std::int32_t> memory(shape.bytes / 4 + 4, Planned::kPoison);
     const auto out = std::as_writable_bytes(std::span(memory)).first(shape.bytes);
-    write_hopper(shape, c.device, c.work, c.kv_indptr, c.kv_lens, out);
+    write_hopper(shape, c.device, c.work, c.kv_indptr, c.kv_lens, scratch, out);
     for (std::size_t i = shape.bytes / 4; i < memory.size(); ++i) ASSERT_EQ(memory[i], Planned::kPoison);
     std::vector<std::int32_t> again(memory.size(), 17);
-    write_hopper(shape, c.device, c.work, c.kv_indptr, c.kv_lens,
+    write_hopper(shape, c.device, c.work, c.kv_indptr, c.kv_lens, scratch,
                  std::as_writable_bytes(std::span(again)).first(shape.bytes));
     ASSERT_TRUE(
         std::equal(again.begin(), again.begin() + static_cast<std::ptrdiff_t>(shape.bytes / 4), memory.begin()));

@@ -269,7 +269,7 @@ TEST(Plan, VerifyWindowIsUniform) {
   const SplitPolicy graph{.graph = true};
   const ScheduleShape a = shape_schedule(KernelFamily::kTensorTile, DeviceProps::h200(), window, graph);
   const ScheduleShape b = shape_schedule(KernelFamily::kTensorTile, DeviceProps::h200(), ragged, graph);
-  EXPECT_EQ(a.tile_rows, 32) << "24 packed rows";
+  EXPECT_EQ(a.tile_rows, 64) << "24 packed rows";
   EXPECT_EQ(b.tile_rows, 128) << "one request might hold all 192 packed rows";
   EXPECT_LT(a.partial_rows, b.partial_rows);
 

@@ -22,9 +22,8 @@ struct TileConfig {
                                                     : kVariant == TileVariant::kPlain ? flashinfer::MaskMode::kNone
                                                                                       : flashinfer::MaskMode::kCausal;
 
-  // FlashInfer's layout of warps. It has tiles of 32 rows for head_dim 512 alone, two by two warps; windows of a few
-  // tokens want them at 128 as well, where twice 16 rows read the keys twice and 64 are more arithmetic than reading.
-  static constexpr bool kHas32Rows = kHeadDimVo == 512 || (kHeadDimQk == 128 && kHeadDimVo == 128 && sizeof(Kv) == 2);
+  // FlashInfer's layout of warps. It has tiles of 32 rows for head_dim 512 alone, two by two warps: at 128, windows of a
+  // few tokens took less time by them, but came out wrong where a sanitizer slowed the warps down.
   static constexpr std::uint32_t mmas(std::uint32_t rows) { return rows == 32 ? 1 : flashinfer::get_num_mma_q(rows); }
   static constexpr std::uint32_t warps_q(std::uint32_t rows) {
     return rows == 32 ? 2 : flashinfer::get_num_warps_q(rows);
@@ -39,9 +38,7 @@ struct TileConfig {
   template <std::uint32_t kRows, std::uint32_t kSteps>
   static constexpr bool fits() {
     using T = Traits<kRows, kSteps>;
-    // T::IsInvalid() refuses 32 rows at 128, of whose other conditions none is violated there.
-    constexpr bool kValid = kRows == 32 ? kHas32Rows : !T::IsInvalid();
-    if constexpr (!kValid || kSteps > 8 / mmas(kRows)) {
+    if constexpr (T::IsInvalid() || (kRows == 32 && kHeadDimVo != 512) || kSteps > 8 / mmas(kRows)) {
       return false;
     } else {
       return sizeof(typename T::SharedStoragePaged) <= kTileSharedBytes &&
