@@ -82,6 +82,7 @@ inline void fill(std::byte* memory, std::size_t bytes, DType dtype, std::uint32_
   for (std::size_t done = block.size(); done < bytes; done *= 2) {
     check(cudaMemcpy(memory + done, memory, std::min(done, bytes - done), cudaMemcpyDeviceToDevice), "cudaMemcpy");
   }
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 /// Holds a stream back, so that what is enqueued meanwhile runs without waiting for the host.

@@ -31,6 +31,7 @@ class LiveArrays {
   explicit LiveArrays(std::int32_t max_pages)
       : max_pages_(max_pages), device_(bytes()), staging_{PinnedMemory(bytes()), PinnedMemory(bytes())} {
     check(cudaMemset(device_.data(), 0, bytes()), "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
 
   DevicePageTable view(std::int64_t num_pages) const {

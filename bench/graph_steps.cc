@@ -182,7 +182,7 @@ class Steps {
       return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
     };
     growing_.restart();
-    check(cudaMemset(out_.data(), 0xFF, row_bytes()), "cudaMemset");
+    check(cudaMemsetAsync(out_.data(), 0xFF, row_bytes(), stream_.get()), "cudaMemsetAsync");
     for (int i = -kWarmUp; i < samples_; ++i) {
       before();
       stream_.synchronize();

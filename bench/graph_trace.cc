@@ -122,6 +122,7 @@ class Replay {
         session_(make_session()),
         free_pages_(static_cast<std::size_t>(num_pages_)) {
     check(cudaMemset(caches_.data(), 0xFF, static_cast<std::size_t>(2 * kLayers) * cache_bytes()), "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the vocabulary too is there
     std::iota(free_pages_.begin(), free_pages_.end(), 0);
     std::shuffle(free_pages_.begin(), free_pages_.end(), engine_);
     session_.capture(

@@ -20,6 +20,7 @@
 namespace {
 
 using testing::HasSubstr;
+using testing::Not;
 using testing::StartsWith;
 
 constexpr const char* kAzureSample = FIW_DATA_DIR "/azure_llm_conv_2023_sample.csv";
@@ -109,7 +110,7 @@ TEST_F(Program, HelpNamesEverySubcommandAndFlag) {
   for (const char* flag :
        {"TRACE",       "--requests", "--layers",    "--heads",        "--head-dim",  "--dtype",      "--kv-dtype",
         "--page-size", "--pages",    "--max-batch", "--token-budget", "--speculate", "--acceptance", "--verify",
-        "--seed",      "--device",   "--threads",   "--simulate",     "--trace-out", "--json"}) {
+        "--graphs",    "--seed",     "--device",    "--threads",      "--simulate",  "--trace-out",  "--json"}) {
     EXPECT_THAT(replay.out, HasSubstr(flag));
   }
 }
@@ -143,6 +144,8 @@ TEST_F(Program, BadCommandLinesExitWithTwoAndSayWhy) {
       {trace + "--max-batch 32 --token-budget 31", "token budget is 31, expected at least 32"},
       {trace + "--speculate 7 --max-batch 65 --token-budget 519", "token budget is 519, expected at least 520"},
       {trace + "--simulate --verify 5", "--simulate"},
+      {trace + "--simulate --graphs", "--simulate computes nothing, so it does not go with --graphs"},
+      {trace + "--graphs --speculate 16 --token-budget 600", "windows of 17 tokens, --graphs captures up to 16"},
       {trace + "--trace-out ''", "--trace-out"},
       {"check --filter no-such-case", "'no-such-case' matches no case"},
       {"bench --filter no-such-shape", "'no-such-shape' matches no shape"},
@@ -243,8 +246,8 @@ TEST_F(Program, ReplayPrintsATableForPeople) {
   EXPECT_EQ(output.code, 0) << output.err;
   for (const char* part :
        {"requests          3 served, 0 rejected, of 300 in the file", "prompt tokens     1649, 0 of them",
-        "generated tokens  208", "prefill plans", "decode plans", "planning", "step time", "throughput",
-        "verified rows     10, all heads of each: ok", "largest error"}) {
+        "generated tokens  208", "prefill plans", "decode plans", "decode host time", "planning", "step time",
+        "throughput", "verified rows     10, all heads of each: ok", "largest error"}) {
     EXPECT_THAT(output.out, HasSubstr(part));
   }
 }
@@ -285,6 +288,73 @@ TEST_F(Program, SpeculationRollsBackAndStaysRight) {
   EXPECT_EQ(some["plans"]["decode"]["misses"], 0);
   EXPECT_EQ(results(arguments + "0")["speculation"]["accepted"], 0);
   EXPECT_EQ(results(arguments + "1")["steps"], 1 + 8);  // the first token, then 29 by fours
+}
+
+// Whether steps are captured changes neither what is computed nor how it is scheduled.
+TEST_F(Program, GraphsServeTheSameStepsWithOneCaptureABucket) {
+  for (const std::string& windows : {std::string(), std::string("--speculate 4")}) {
+    const std::string arguments =
+        std::string("replay ") + kAzureSample + kSmall + "--requests 12 --verify 60 --max-batch 5 " + windows;
+    const nlohmann::json eager = results(arguments);
+    const nlohmann::json r = results(arguments + " --graphs");
+    for (const char* key : {"tokens", "steps", "pages", "speculation"}) EXPECT_EQ(r[key], eager[key]) << key;
+    EXPECT_TRUE(r["verify"]["ok"].get<bool>());
+    EXPECT_EQ(r["verify"]["rows"], 60);
+    const nlohmann::json& graphs = r["graphs"];
+    EXPECT_EQ(graphs["captures"], 4);  // batches of 1, 2, 4 and 5
+    EXPECT_EQ(graphs["guard_trips"], 0);
+    EXPECT_EQ(graphs["plans"].get<int>() + graphs["plan_hits"].get<int>(), graphs["replays"].get<int>());
+    const nlohmann::json& of_eager = eager["plans"][windows.empty() ? "decode" : "verify"];
+    EXPECT_EQ(graphs["replays"].get<int>(), of_eager["hits"].get<int>() + of_eager["misses"].get<int>());
+    for (const char* kind : {"decode", "verify"}) {
+      EXPECT_EQ(r["plans"][kind]["hits"].get<int>() + r["plans"][kind]["misses"].get<int>(), 0) << kind;
+    }
+    EXPECT_EQ(r["plans"]["prefill"], eager["plans"]["prefill"]);
+    EXPECT_GT(r["decode_host_us"].get<double>(), 0.0);
+    EXPECT_GT(eager["decode_host_us"].get<double>(), 0.0);
+    EXPECT_FALSE(eager.contains("graphs"));
+  }
+}
+
+TEST_F(Program, GraphsServeSharedPagesAndEveryElementType) {
+  const nlohmann::json shared =
+      results(std::string("replay ") + kMooncakeSample + kSmall + "--max-batch 3 --verify 40 --graphs");
+  EXPECT_TRUE(shared["verify"]["ok"].get<bool>());
+  EXPECT_GT(shared["pages"]["shared"].get<int>(), 0);
+  for (const std::string types : {"--dtype fp32 --kv-dtype fp32", "--dtype fp16 --kv-dtype fp8_e4m3"}) {
+    const nlohmann::json r =
+        results(std::string("replay ") + kAzureSample + kSmall + "--requests 2 --verify 20 --graphs " + types);
+    EXPECT_TRUE(r["verify"]["ok"].get<bool>()) << types;
+  }
+}
+
+TEST_F(Program, GraphsAreInTheTableAndInTheTraceOfTheSteps) {
+  const std::string file = path("steps.json");
+  const Output output =
+      run(std::string("replay ") + kAzureSample + kSmall + "--requests 2 --graphs --trace-out " + file);
+  EXPECT_EQ(output.code, 0) << output.err;
+  for (const char* part : {"graphs            4 captures, ", "0 guard trips", "decode host time"}) {
+    EXPECT_THAT(output.out, HasSubstr(part));
+  }
+  EXPECT_THAT(output.out, Not(HasSubstr("decode plans")));
+  std::map<std::string, int> count;
+  const nlohmann::json trace = nlohmann::json::parse(read(file));
+  for (const nlohmann::json& event : trace["traceEvents"]) ++count[event["name"].get<std::string>()];
+  EXPECT_GT(count["replay"], 0);
+  EXPECT_EQ(count["decode"], 0);
+  EXPECT_EQ(count["append"], count["prefill"]);
+}
+
+TEST_F(Program, GraphsReplayOnADevice) {
+  if (results("info")["devices"].size() < 2) GTEST_SKIP() << "skipped: no CUDA device";
+  for (const std::string windows : {"", "--speculate 4"}) {
+    const nlohmann::json r = results(std::string("replay ") + kAzureSample +
+                                     " --device 0 --layers 2 --requests 40 --verify 200 --graphs " + windows);
+    EXPECT_TRUE(r["verify"]["ok"].get<bool>()) << r["verify"];
+    EXPECT_EQ(r["verify"]["rows"], 200);
+    EXPECT_EQ(r["graphs"]["captures"], 6);  // batches of 1 to 32
+    EXPECT_EQ(r["graphs"]["guard_trips"], 0);
+  }
 }
 
 TEST_F(Program, EveryElementTypeReplaysRight) {

@@ -68,6 +68,16 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
   check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
 }
 
+Stream make_stream(int device) {
+  if (device == kCpuDevice) return nullptr;
+  check(cudaSetDevice(device), "cudaSetDevice");
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  return stream;
+}
+
+void destroy_stream(Stream stream) { cudaStreamDestroy(static_cast<cudaStream_t>(stream)); }
+
 /// Infinite for a device that is not there.
 double memory_of(int device) {
   if (device == kCpuDevice) return host_memory();
@@ -82,6 +92,8 @@ void* allocate(std::size_t bytes, int /*device*/) { return allocate_host(bytes);
 void release(void* memory, int /*device*/) { std::free(memory); }
 void fill_bytes(void* memory, int value, std::size_t bytes, int /*device*/) { std::memset(memory, value, bytes); }
 void copy_bytes(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+Stream make_stream(int /*device*/) { return nullptr; }
+void destroy_stream(Stream /*stream*/) {}
 double memory_of(int device) { return device == kCpuDevice ? host_memory() : HUGE_VAL; }
 #endif
 
@@ -135,6 +147,10 @@ OwnedKvCache::OwnedKvCache(DType dtype, std::int64_t num_pages, std::int32_t pag
   k.poison();
   v.poison();
 }
+
+OwnedStream::OwnedStream(int device) : stream_(make_stream(device)) {}
+
+void OwnedStream::Destroy::operator()(Stream stream) const noexcept { destroy_stream(stream); }
 
 void check_memory(const std::string& what, double bytes, int device) {
   const double held = memory_of(device);

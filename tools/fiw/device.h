@@ -78,6 +78,20 @@ struct OwnedKvCache {
   KvCache view;
 };
 
+/// A stream beside a device's default one, which no graph can be captured on; null on the CPU.
+class OwnedStream {
+ public:
+  explicit OwnedStream(int device);
+
+  Stream get() const noexcept { return stream_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(Stream stream) const noexcept;
+  };
+  std::unique_ptr<void, Destroy> stream_;
+};
+
 /// Throws fiw::Error (kOutOfMemory), naming both figures, when a device has less memory than `bytes`, which `what`
 /// takes. Without this, a request for far too much of the host's is granted and fails only when the memory is touched.
 /// A device that is not there is left for open_workspace to tell.

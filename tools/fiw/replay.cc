@@ -4,9 +4,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
 
 #include "commands.h"
 #include "device.h"
@@ -35,8 +39,13 @@ constexpr const char* kReplayHelp =
     "Each step decodes one token (or one speculative window) for every request in flight and fills the rest of the\n"
     "token budget with chunks of prompts. Admission reserves the pages a request can need at worst, so nothing is\n"
     "preempted and nothing deadlocks; a request that could never fit the pool is rejected and counted.\n"
+    "With --graphs the decode rows of all layers, their new K and V included, are captured once for each size of "
+    "batch\n"
+    "and replayed (CUDA graphs; on the CPU the same calls again); prompts are computed as without.\n"
     "q, K and V are made up from --seed; the time to make them and to check rows is not part of any figure but\n"
     "the wall time.";
+
+constexpr std::int32_t kMaxGraphWindow = 16;
 
 struct ReplayOptions {
   std::string trace;
@@ -54,6 +63,7 @@ struct ReplayOptions {
 struct ReplayTimes {
   StepTimes sum;
   std::vector<double> steps_ms;
+  std::vector<double> decode_host_us;  ///< of steps that decode
   double wall_s = 0.0;
 };
 
@@ -108,6 +118,9 @@ void check_memory_of(const ReplayOptions& options) {
   const double token = 2.0 * options.heads.kv * options.head_dim;  // K and V
   const double cache = options.engine.layers * pages * batching.page_size * token *
                        static_cast<double>(size_of(options.engine.kv_dtype));
+  const double captured = options.engine.graphs
+                              ? 1.0 * options.engine.layers * batching.max_batch * (batching.speculate + 1)
+                              : 0.0;                                        // each layer has its rows
   const double row = (2.0 * options.heads.qo * options.head_dim + token) *  // q, out, new k and v
                          static_cast<double>(size_of(options.engine.dtype)) +
                      options.heads.qo * sizeof(float);
@@ -117,8 +130,16 @@ void check_memory_of(const ReplayOptions& options) {
                            "{} tokens,",
                            options.engine.layers, batching.num_pages, batching.page_size, options.heads.kv,
                            options.head_dim, short_name(options.engine.kv_dtype), batching.token_budget),
-               cache + batching.token_budget * row + (on_host ? host : 0.0), options.engine.device);
+               cache + (batching.token_budget + captured) * row + (on_host ? host : 0.0), options.engine.device);
   if (!on_host) check_memory(fmt::format("the accounts of {} pages", batching.num_pages), host);
+}
+
+/// As far as a page table counts.
+std::int32_t sum_of_largest(std::vector<std::int64_t> values, std::int32_t count) {
+  std::sort(values.begin(), values.end(), std::greater<>());
+  values.resize(std::min(values.size(), static_cast<std::size_t>(count)));
+  const std::int64_t sum = std::accumulate(values.begin(), values.end(), std::int64_t{0});
+  return static_cast<std::int32_t>(std::min<std::int64_t>(sum, std::numeric_limits<std::int32_t>::max()));
 }
 
 void run_steps(Scheduler& scheduler, Engine& engine, RowCheck* check, ChromeTrace* chrome,
@@ -133,6 +154,7 @@ void run_steps(Scheduler& scheduler, Engine& engine, RowCheck* check, ChromeTrac
     times.sum.append += spent.append;
     times.sum.prefill += spent.prefill;
     times.sum.decode += spent.decode;
+    if (!step.decode.empty()) times.decode_host_us.push_back(seconds(spent.decode_host) * 1e6);
     times.steps_ms.push_back(seconds(spent.total()) * 1e3);
     progress.update([&] {
       const SchedulerTotals& totals = scheduler.totals();
@@ -179,6 +201,7 @@ nlohmann::json scheduling_results(const ReplayOptions& options, const Trace& tra
 void add_engine_results(const ReplayOptions& options, const SchedulerTotals& totals, const Engine& engine,
                         const RowCheck& check, ReplayTimes& times, nlohmann::json& results) {
   std::sort(times.steps_ms.begin(), times.steps_ms.end());
+  std::sort(times.decode_host_us.begin(), times.decode_host_us.end());
   const WorkspaceStats stats = engine.workspace().stats();
   const double total_s = seconds(times.sum.total());
   const auto computed = totals.prompt_tokens - totals.shared_tokens + totals.generated_tokens;
@@ -186,6 +209,14 @@ void add_engine_results(const ReplayOptions& options, const SchedulerTotals& tot
   results["cache_bytes"] = engine.cache_bytes();
   results["plans"] = {
       {"decode", to_json(stats.decode)}, {"prefill", to_json(stats.prefill)}, {"verify", to_json(stats.verify)}};
+  if (const std::optional<GraphStats> graphs = engine.graph_stats()) {
+    results["graphs"] = {{"captures", graphs->captures},
+                         {"replays", graphs->replays},
+                         {"plans", graphs->plans},
+                         {"plan_hits", graphs->plan_hits},
+                         {"guard_trips", graphs->trips}};
+  }
+  results["decode_host_us"] = percentile(times.decode_host_us, 50);
   results["seconds"] = {{"planning", seconds(times.sum.plan)},
                         {"append", seconds(times.sum.append)},
                         {"prefill_attention", seconds(times.sum.prefill)},
@@ -240,12 +271,25 @@ void print_table(const ReplayOptions& options, const nlohmann::json& r) {
                               options.heads.qo, options.heads.kv, options.head_dim, short_name(options.engine.dtype),
                               short_name(options.engine.kv_dtype), megabytes(r["cache_bytes"]))});
     plans("prefill");
-    plans(options.batching.speculate > 0 ? "verify" : "decode");
+    if (options.engine.graphs) {
+      const nlohmann::json& graphs = r["graphs"];
+      table.add(
+          {"graphs", fmt::format("{} captures, {} replays of {} layers, {} plans, {} found again, {} guard trips",
+                                 number(graphs["captures"]), number(graphs["replays"]), options.engine.layers,
+                                 number(graphs["plans"]), number(graphs["plan_hits"]), number(graphs["guard_trips"]))});
+    } else {
+      plans(options.batching.speculate > 0 ? "verify" : "decode");
+    }
+    table.add({"decode host time",
+               fmt::format("{:.1f} us a step (median): page table, plan and {}", r["decode_host_us"].get<double>(),
+                           options.engine.graphs ? "replay" : "calls")});
     table.add({"planning", fmt::format("{:.3f} s, {:.1f} us a step", s["planning"].get<double>(),
                                        s["planning"].get<double>() * 1e6 / r["steps"].get<double>())});
-    table.add({"append", fmt::format("{:.3f} s", s["append"].get<double>())});
-    table.add({"attention", fmt::format("{:.3f} s: {:.3f} prefill, {:.3f} decode", s["attention"].get<double>(),
-                                        s["prefill_attention"].get<double>(), s["decode_attention"].get<double>())});
+    table.add({"append", fmt::format("{:.3f} s{}", s["append"].get<double>(),
+                                     options.engine.graphs ? ", of prompts alone" : "")});
+    table.add({"attention", fmt::format("{:.3f} s: {:.3f} prefill, {:.3f} decode{}", s["attention"].get<double>(),
+                                        s["prefill_attention"].get<double>(), s["decode_attention"].get<double>(),
+                                        options.engine.graphs ? " with its plans and appends" : "")});
     table.add(
         {"step time", fmt::format("p50 {:.2f} ms, p90 {:.2f} ms, p99 {:.2f} ms", r["step_ms"]["p50"].get<double>(),
                                   r["step_ms"]["p90"].get<double>(), r["step_ms"]["p99"].get<double>())});
@@ -286,11 +330,14 @@ int run_replay(ReplayOptions options) {
     while (scheduler.next(step)) scheduler.finish(step);
     results = scheduling_results(options, trace, in_file, scheduler);
   } else {
+    std::vector<std::int64_t> largest;
     for (const TraceRequest& request : trace.requests) {
       if (scheduler.worst_case_pages(request) > options.batching.num_pages) continue;
+      largest.push_back(scheduler.worst_case_pages(request));
       options.engine.max_kv_len = std::max(options.engine.max_kv_len,
                                            request.prompt_tokens + request.output_tokens + options.batching.speculate);
     }
+    options.engine.max_table_pages = sum_of_largest(std::move(largest), options.batching.max_batch);
     const SchedulerTotals expected = rehearse(trace, options.batching);
     Engine engine(options.engine, scheduler);
     RowCheck check(options.verify, expected, options.engine.layers, params, options.engine.dtype, options.engine.seed);
@@ -354,6 +401,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   add_number_flag(replay, "--seed", options->engine.seed, "Seed of all made-up data");
   add_device_flag(replay, options->engine.device);
   add_threads_flag(replay, options->engine.threads);
+  replay.add_flag("--graphs", options->engine.graphs, "Capture decode steps once and replay them");
   replay.add_flag("--simulate", options->simulate, "Schedule only: no attention, no cache memory");
   replay.add_option("--trace-out", options->trace_out, "Write a Chrome/Perfetto trace of the steps")
       ->check(CLI::Validator([](const std::string& file) { return file.empty() ? "a file name" : ""; }, "FILE"));
@@ -361,6 +409,13 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   replay.callback([options, &exit_code] {
     if (options->simulate && (options->verify > 0 || !options->trace_out.empty())) {
       throw UsageError("--simulate computes nothing, so it does not go with --verify or --trace-out");
+    }
+    if (options->simulate && options->engine.graphs) {
+      throw UsageError("--simulate computes nothing, so it does not go with --graphs");
+    }
+    if (options->engine.graphs && options->batching.speculate >= kMaxGraphWindow) {
+      throw UsageError(fmt::format("--speculate {} makes windows of {} tokens, --graphs captures up to {}",
+                                   options->batching.speculate, options->batching.speculate + 1, kMaxGraphWindow));
     }
     exit_code = run_replay(*options);
   });
