@@ -1,12 +1,14 @@
 #!/bin/sh
-# Checks that documents name only paths, links, identifiers and presets that exist, and that the C++ block of a README.md
-# is examples/decode_step.cc.
+# Checks that documents name only paths, links, identifiers and presets that exist, that the C++ block of a README.md is
+# examples/decode_step.cc, and that the C++ blocks of a document with the line "<!-- snippets: FILE -->" are pieces of
+# that file, indentation aside.
 # Usage: check_docs.sh ROOT [DOCUMENT...]   without documents: README.md, CONTRIBUTING.md and docs/*.md of ROOT
 set -eu
 root=$1
 shift
 cd "$root"
 [ $# -gt 0 ] || set -- README.md CONTRIBUTING.md docs/*.md
+folders='src|include|tests|tools|docs|cmake|scripts|data|examples|java|bench|\.ci'
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 status=0
@@ -16,7 +18,7 @@ complain() {
 }
 
 cat CMakeLists.txt > "$work/sources"
-find include src tools cmake tests/support -type f -exec cat {} + >> "$work/sources"
+find include src tools cmake examples tests/support -type f -exec cat {} + >> "$work/sources"
 # All words of the sources, so that looking one up is quick.
 grep -ohE '[A-Za-z_][A-Za-z0-9_]*' "$work/sources" | sort -u > "$work/words"
 
@@ -24,16 +26,15 @@ for document in "$@"; do
   [ -f "$document" ] || { complain "$document does not exist"; continue; }
 
   # Paths from the root of the repository, wherever they stand in the text.
-  grep -ohE '(^|[^A-Za-z0-9_/.-])(src|include|tests|tools|docs|cmake|scripts|data|examples|bench|\.ci)/[A-Za-z0-9_./-]+' \
-    "$document" | grep -oE '(src|include|tests|tools|docs|cmake|scripts|data|examples|bench|\.ci)/.*' |
+  grep -ohE "(^|[^A-Za-z0-9_/.-])($folders)/[A-Za-z0-9_./-]+" "$document" | grep -oE "($folders)/.*" |
     sed 's/[./]*$//' | sort -u > "$work/paths" || true
   while read -r path; do
     [ -e "$path" ] || complain "$document: $path does not exist"
   done < "$work/paths"
 
   # Relative links.
-  grep -ohE '\]\([^)]+\)' "$document" | sed 's/^](//; s/)$//; s/#.*//' | grep -vE '^(https?:|$)' | sort -u > "$work/links" ||
-    true
+  sed '/^```/,/^```/d' "$document" | grep -ohE '\]\([^)]+\)' | sed 's/^](//; s/)$//; s/#.*//' |
+    grep -vE '^(https?:|$)' | sort -u > "$work/links" || true
   while read -r link; do
     [ -e "$(dirname "$document")/$link" ] || complain "$document: the link to $link does not exist"
   done < "$work/links"
@@ -53,6 +54,18 @@ for document in "$@"; do
   while read -r preset; do
     grep -q "\"name\": \"$preset\"" CMakePresets.json || complain "$document: no such preset: $preset"
   done < "$work/presets"
+
+  snippets=$(sed -n 's/^<!-- snippets: \(.*\) -->$/\1/p' "$document")
+  if [ -n "$snippets" ]; then
+    awk '{ sub(/^ +/, "") }
+         FNR == NR { file = file "\n" $0; next }
+         $0 == "```cpp" { inside = 1; block = ""; start = FNR; next }
+         $0 == "```" && inside { inside = 0; if (!index(file "\n", block "\n")) print start; next }
+         inside { block = block "\n" $0 }' "$snippets" "$document" > "$work/strays"
+    while read -r line; do
+      complain "$document: the C++ block at line $line is not in $snippets"
+    done < "$work/strays"
+  fi
 
   if [ "$(basename "$document")" = README.md ]; then
     sed -n '/^```cpp$/,/^```$/{/^```/d;p}' "$document" > "$work/example"
