@@ -554,6 +554,7 @@ std::int32_t GraphState::prepare(const PageTable& table, Stream stream) {
   if (planned_by_replay()) {
     fail(Reason::kOptions, "the session plans on the device from its live table: call replay()");
   }
+  if (graphs_ == nullptr) active_ = kNoBucket;  // a step that was begun would go on with the new table
   return buckets_[prepare_bucket(table, stream)];
 }
 

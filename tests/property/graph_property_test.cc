@@ -395,10 +395,32 @@ class ScarceMemory {
   }
 };
 
-/// On the CPU, where the test can lend memory.
-class ScarceGraph : public GraphProperty {};
+/// The CPU, where a test can lend memory, and where what follows begin() computes at once.
+class CpuGraph : public GraphProperty {};
 
-TEST_P(ScarceGraph, ASessionIsMadeWholeOrNotAtAll) {
+TEST_P(CpuGraph, ABegunStepComputesWhatWasPreparedAndEndsWithTheNextPrepare) {
+  const auto workspace = make_workspace(GetParam());
+  Captured captured(GetParam(), plain_layer(8), rng_);
+  GraphSession session =
+      session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+  for (int i = 0; i < 10; ++i) {
+    captured.problem().poison_outputs();
+    const std::int32_t other = session.begin(i % 2 == 0 ? 8 : 1, stream_.get());
+    const PageTable table = captured.random_table(3, kMaxLen);
+    const std::int32_t bucket = session.prepare(table, stream_.get());
+    ASSERT_NE(bucket, other);
+    expect_error(Status::kInvalidArgument, "no step was begun", [&] { captured.run(session); });
+    session.begin(other, stream_.get());
+    captured.run(session);  // as in a capture: nothing is planned for this bucket
+    captured.problem().fetch_outputs();
+    ASSERT_TRUE(captured.problem().outputs_untouched());
+    session.begin(bucket, stream_.get());
+    captured.run(session);
+    ASSERT_TRUE(captured.check(table, bucket));
+  }
+}
+
+TEST_P(CpuGraph, ASessionIsMadeWholeOrNotAtAll) {
   ScarceMemory memory;
   memory.left = 100;
   Captured captured(GetParam(), plain_layer(4), rng_);
@@ -436,7 +458,7 @@ TEST_P(ScarceGraph, ASessionIsMadeWholeOrNotAtAll) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, GraphProperty, testing::ValuesIn(compiled_devices()), device_test_name);
-INSTANTIATE_TEST_SUITE_P(Backends, ScarceGraph, testing::Values(kCpuDevice), device_test_name);
+INSTANTIATE_TEST_SUITE_P(Backends, CpuGraph, testing::Values(kCpuDevice), device_test_name);
 
 }  // namespace
 }  // namespace fiw::test
