@@ -42,9 +42,9 @@
 // Streams: `stream` is a `cudaStream_t` on CUDA, where the work is enqueued and ordered by it; null is the default
 // stream. The CPU ignores it, and every call returns when its results are there.
 //
-// Threads: different handles may be used from different threads at once. A workspace, with its steps, takes one thread
-// at a time: a second one gets FIW_BUSY and changes nothing. A page table may be read by many threads; advancing or
-// freeing it excludes them. No state is kept per thread: a handle may move between threads.
+// Threads: different handles may be used from different threads at once. A workspace, with its steps and graphs, takes
+// one thread at a time: a second one gets FIW_BUSY and changes nothing. A page table may be read by many threads;
+// advancing or freeing it excludes them. No state is kept per thread: a handle may move between threads.
 //
 // Units: lengths are tokens, strides are elements (as DLPack has them), sizes are bytes, the LSE is a natural
 // logarithm.
@@ -647,7 +647,122 @@ FIW_API fiw_status fiw_step_info(const fiw_step* step, fiw_plan_info* info, fiw_
 /// Accepts null.
 FIW_API void fiw_step_free(fiw_step* step);
 
-// ---- 8. SIZES ------------------------------------------------------------------------------------------------------
+// ---- 8. GRAPHS -----------------------------------------------------------------------------------------------------
+
+/// Decode or verify steps that are captured once a batch bucket and replayed with other page tables; see
+/// docs/graphs.md. Owns its plan, its copy of the page table and its scratch. Shares its workspace's
+/// one-thread-at-a-time rule, may outlive it (calls then return FIW_CLOSED), and must outlive the work it enqueued and
+/// the graphs that recorded it.
+///
+/// On the CPU nothing is captured: fiw_graph_capture calls `body` to have its calls checked, and a replay calls it
+/// again, when fiw_graph_run and fiw_graph_append_kv compute.
+typedef struct fiw_graph fiw_graph;
+
+/// What a graph is captured for. Its memory is taken once, for the largest step that these allow.
+typedef struct fiw_graph_options {
+  size_t struct_size;
+  int64_t num_pages;                  ///< pages of the cache: page ids are below it
+  const fiw_step_spec* const* kinds;  ///< [num_kinds] kinds of layer; layers of a kind share a plan
+  /// int32 [n], batch sizes to capture, ascending, the last one max_batch. A step runs in the smallest that holds its
+  /// requests. Null: the powers of two below max_batch, and max_batch.
+  const DLTensor* buckets;
+  /// A page table in device memory, read by each replay; its arrays must live as long as the graph. `indptr` has
+  /// max_batch + 1 entries or more, `indices` max_pages, `last_page_len` max_batch; a replay reads the first bucket +
+  /// 1, where requests that are not there own no page. Page size and num_pages are those of the graph, and the version
+  /// means nothing. Null: fiw_graph_step brings the table.
+  const fiw_device_page_table* live_table;
+  int32_t num_kinds;
+  int32_t window;     ///< 0: decode; 1..16: verify, the last `window` tokens of each request
+  int32_t max_batch;  ///< requests in a step
+  int32_t max_pages;  ///< entries of a step's page table, all requests together
+  int32_t page_size;
+  /// Boolean; with a live table: each replay plans on the device. 0: fiw_graph_prepare plans, and a replay whose table
+  /// has other page counts than the prepared one, or that is of another bucket, does no work and raises FIW_STALE_PLAN.
+  int32_t plan_on_device;
+} fiw_graph_options;
+
+#define FIW_GRAPH_OPTIONS_INIT \
+  { sizeof(fiw_graph_options), 0, NULL, NULL, NULL, 0, 0, 0, 0, 16, 1 }
+
+FIW_API void fiw_graph_options_init(fiw_graph_options* options, size_t struct_size);
+
+/// `options` is read before the call returns; `*out` is freed by fiw_graph_free. Errors: FIW_INVALID_ARGUMENT naming
+/// the option; FIW_UNSUPPORTED; FIW_CLOSED; FIW_BUSY; FIW_OUT_OF_MEMORY.
+FIW_API fiw_status fiw_graph_create(fiw_workspace* ws, const fiw_graph_options* options, fiw_graph** out,
+                                    fiw_error* err);
+
+/// Accepts null. Waits for a call in flight on the workspace, and for replays that still run.
+FIW_API void fiw_graph_free(fiw_graph* graph);
+
+/// Enqueues one step of `batch` requests: fiw_graph_run for the attention of each layer, fiw_graph_append_kv, and
+/// whatever else the step does. Must not throw. Calls within it take a fiw_error of their own.
+typedef fiw_status (*fiw_graph_body)(void* context, int32_t batch);
+
+/// Records `body` once for each bucket, on `stream` (not the default one on CUDA). Not executed. A second call replaces
+/// what was captured. A status other than FIW_OK from `body` ends the capture and comes back, with FIW_REASON_NONE;
+/// what was captured before stays. Within `body` the graph's other calls are refused. On the CPU, `body` and `context`
+/// must live until the next capture or the graph's end.
+FIW_API fiw_status fiw_graph_capture(fiw_graph* graph, fiw_graph_body body, void* context, void* stream,
+                                     fiw_error* err);
+
+/// Starts a step of the smallest bucket that holds `batch` requests, in a capture of the caller's, which `stream` is
+/// part of. Puts the bucket into `bucket`, which may be null.
+FIW_API fiw_status fiw_graph_begin(fiw_graph* graph, int32_t batch, int32_t* bucket, void* stream, fiw_error* err);
+
+/// One layer's attention, within `body` or after fiw_graph_begin; `kind` indexes the options' kinds. Tensors as in
+/// fiw_decode or fiw_verify, with at least bucket * window rows (decode: bucket); the addresses are what is captured,
+/// and may be others in each bucket. `mask_indptr` has max_batch + 1 entries; on the CPU all of them must lie within
+/// the mask whenever this is called, in a capture too. Null `stream`: the step's. The calls of a step share scratch, so
+/// each comes after the last one, whatever streams a capture forks into.
+FIW_API fiw_status fiw_graph_run(fiw_graph* graph, int32_t kind, const DLTensor* q, const fiw_kv_cache* kv,
+                                 const DLTensor* out, const DLTensor* lse, const fiw_attention_extras* extras,
+                                 void* stream, fiw_error* err);
+
+/// Writes the step's new tokens, `window` rows a request (decode: one) of k and v [rows, num_kv_heads, head_dim], to
+/// the ends of their requests; where and with how many rows as fiw_graph_run. Rows of requests that are not there, and
+/// rows that would come before a request's first token, are passed over.
+FIW_API fiw_status fiw_graph_append_kv(fiw_graph* graph, const DLTensor* k, const DLTensor* v, const fiw_kv_cache* kv,
+                                       void* stream, fiw_error* err);
+
+/// Rewrites plan and table for the next replay, in the order of `stream`, and puts the bucket that it is for into
+/// `bucket`, which may be null. A table beyond the options' limits is FIW_INVALID_ARGUMENT with a message that names
+/// the limit, and the last plan stays in force. Errors: also FIW_STALE_PLAN; see fiw_graph_check.
+FIW_API fiw_status fiw_graph_prepare(fiw_graph* graph, const fiw_page_table* table, int32_t* bucket, void* stream,
+                                     fiw_error* err);
+
+/// fiw_graph_prepare, and the replay of what fiw_graph_capture recorded.
+FIW_API fiw_status fiw_graph_step(fiw_graph* graph, const fiw_page_table* table, void* stream, fiw_error* err);
+
+/// The replay alone, of the bucket that holds `batch` requests. With a live table this is the whole step.
+FIW_API fiw_status fiw_graph_replay(fiw_graph* graph, int32_t batch, void* stream, fiw_error* err);
+
+/// Waits for `stream`. FIW_STALE_PLAN, with the first request in `index`, if a replay found no right plan since the
+/// last check. fiw_graph_step, _prepare and _replay return the same as soon as they see it, without waiting.
+FIW_API fiw_status fiw_graph_check(fiw_graph* graph, void* stream, fiw_error* err);
+
+/// The batch sizes that are captured, ascending, borrowed until the graph is freed. 0 and null for null.
+FIW_API int32_t fiw_graph_num_buckets(const fiw_graph* graph);
+FIW_API const int32_t* fiw_graph_buckets(const fiw_graph* graph);
+
+typedef struct fiw_graph_stats {
+  size_t struct_size;
+  uint64_t captures;   ///< graphs recorded, one a bucket
+  uint64_t replays;    ///< by fiw_graph_step and fiw_graph_replay
+  uint64_t plans;      ///< schedules written by the host
+  uint64_t plan_hits;  ///< steps that found the last schedule right
+  uint64_t trips;      ///< replays that were found to have no right plan
+  uint64_t bytes;      ///< device memory held: schedules, table and float scratch
+} fiw_graph_stats;
+
+#define FIW_GRAPH_STATS_INIT \
+  { sizeof(fiw_graph_stats), 0, 0, 0, 0, 0, 0 }
+
+FIW_API void fiw_graph_stats_init(fiw_graph_stats* stats, size_t struct_size);
+
+/// Fills `stats`, whose struct_size the caller has set. Also after the workspace's close.
+FIW_API fiw_status fiw_graph_get_stats(const fiw_graph* graph, fiw_graph_stats* stats, fiw_error* err);
+
+// ---- 9. SIZES ------------------------------------------------------------------------------------------------------
 
 /// A device as a value, so that its scratch can be sized on a machine that has none.
 typedef struct fiw_device_props {
@@ -678,7 +793,7 @@ FIW_API fiw_status fiw_workspace_device_props(const fiw_workspace* ws, fiw_devic
 FIW_API fiw_status fiw_required_workspace(const fiw_device_props* device, const fiw_workspace_limits* limits,
                                           const fiw_plan_options* options, size_t* bytes, fiw_error* err);
 
-// ---- 9. STATISTICS -------------------------------------------------------------------------------------------------
+// ---- 10. STATISTICS ------------------------------------------------------------------------------------------------
 
 /// Counters of one cache scope since creation; `entries` and `bytes` are what is held now. This struct never changes:
 /// it lies by value in fiw_workspace_stats.

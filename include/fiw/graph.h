@@ -35,7 +35,7 @@ struct GraphOptions {
   /// nothing. Unset: step() brings the table.
   std::optional<DevicePageTable> live_table{};
   /// With a live table: each replay plans on the device. Off: prepare() plans, and a replay whose table has other page
-  /// counts than the prepared one does no work and raises kStalePlan.
+  /// counts than the prepared one, or that is of another bucket, does no work and raises kStalePlan.
   bool plan_on_device = true;
 };
 
@@ -62,7 +62,9 @@ struct GraphStats {
 /// Instead of capture(), a caller may record calls in a graph of its own: begin(), then run() once a layer, all while
 /// its stream is being captured; then prepare(table) before each replay, which returns the bucket to replay.
 ///
-/// On the CPU nothing is captured: a replay calls `body` again, whose run() calls then compute.
+/// On the CPU nothing is captured: capture() calls `body` to have its calls checked, and a replay calls it again, when
+/// run() and append_kv() compute. Between begin() and the next call of the session they compute as they are called, if
+/// the bucket is the one prepared last or the live table has a plan.
 ///
 /// One thread at a time, together with the workspace (kBusy). Steps on one session must be ordered by the caller's
 /// streams. The session must outlive the work it enqueued and the graphs that recorded it; it may outlive the
@@ -83,14 +85,16 @@ class GraphSession {
 
   /// Records `body` once for each bucket, on `stream` (not the default one on CUDA): it is called with the bucket and
   /// enqueues one step of that batch, with run() for the attention of each layer and whatever else the step does. Not
-  /// executed. A second call replaces what was captured. An exception from `body` ends the capture and passes through.
+  /// executed. A second call replaces what was captured. An exception from `body` ends the capture and passes through;
+  /// what was captured before stays. Within `body` the session's other calls are refused.
   void capture(std::function<void(std::int32_t batch)> body, Stream stream);
 
-  /// Starts a step of the smallest bucket that holds `batch` requests, in a capture of the caller's; returns the
-  /// bucket.
+  /// Starts a step of the smallest bucket that holds `batch` requests, in a capture of the caller's, which `stream` is
+  /// part of; returns the bucket.
   std::int32_t begin(std::int32_t batch, Stream stream);
   /// One layer's attention, within capture() or after begin(). Tensors as AttentionStep::run takes them, with at least
-  /// bucket * window rows; the addresses are what is captured. `kind` indexes `kinds`.
+  /// bucket * window rows; the addresses are what is captured. Null `stream`: the step's. `kind` indexes `kinds`. The
+  /// calls of a step share scratch, so each comes after the last one, whatever streams a capture forks into.
   void run(const ConstTensor& q, const KvCache& kv, const Tensor& out, float* lse = nullptr,
            const AttentionExtras& extras = {}, Stream stream = nullptr, std::size_t kind = 0);
   /// Writes the step's new tokens, `window` rows a request of k and v [>= bucket * window, num_kv_heads, head_dim], to
@@ -108,12 +112,15 @@ class GraphSession {
   /// Waits for `stream` and throws kStalePlan, naming the first request, if a replay found no right plan since the last
   /// check. step(), prepare() and replay() throw the same as soon as they see it, without waiting.
   void check(Stream stream);
+  /// Throws kClosed or kBusy, as a call would now: for bindings that have arguments of their own to check after that.
+  void check_ready() const;
 
   std::span<const std::int32_t> buckets() const noexcept;
   GraphStats stats() const noexcept;
 
  private:
   explicit GraphSession(std::shared_ptr<detail::GraphState> state) noexcept;
+  std::shared_ptr<detail::GraphState> state() const;
   std::shared_ptr<detail::GraphState> state_;
 };
 

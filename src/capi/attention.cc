@@ -11,28 +11,10 @@
 namespace {
 
 namespace capi = fiw::capi;
+using capi::paged_call;
+using capi::PagedCall;
 using fiw::FlashInferWorkspace;
 using fiw::Reason;
-
-/// The inputs that decode, prefill, verify and step_run share.
-struct PagedCall {
-  fiw::Tensor q;
-  fiw::KvCache kv;
-  fiw::Tensor out;
-  float* lse = nullptr;
-  fiw::AttentionExtras extras;
-};
-
-PagedCall paged_call(const DLTensor* q, const fiw_kv_cache* kv, std::int32_t batch, const DLTensor* out,
-                     const DLTensor* lse, const fiw_attention_extras* extras) {
-  PagedCall call;
-  call.q = capi::tensor("q", q);
-  call.kv = capi::kv_cache(kv);
-  call.out = capi::tensor("out", out);
-  call.lse = capi::optional_lse(lse, call.q, call.out);
-  call.extras = capi::extras(extras, call.q, static_cast<std::size_t>(batch));
-  return call;
-}
 
 fiw_step* make_handle(fiw::AttentionStep step) { return new fiw_step{std::move(step)}; }
 
@@ -181,7 +163,7 @@ fiw_status fiw_pack_mask(const DLTensor* booleans, const DLTensor* qo_lens, cons
 fiw_status fiw_plan_decode(fiw_workspace* ws, const fiw_page_table* table, const fiw_step_spec* spec, fiw_step** out,
                            fiw_error* err) {
   return capi::hand_out(ws, out, err, [&](FlashInferWorkspace& workspace) {
-    return make_handle(workspace.plan_decode(capi::page_table(table), capi::step_spec(spec)));
+    return make_handle(workspace.plan_decode(capi::page_table(table), capi::step_spec("spec", spec)));
   });
 }
 
@@ -189,14 +171,14 @@ fiw_status fiw_plan_prefill(fiw_workspace* ws, const DLTensor* qo_indptr, const 
                             const fiw_step_spec* spec, fiw_step** out, fiw_error* err) {
   return capi::hand_out(ws, out, err, [&](FlashInferWorkspace& workspace) {
     const auto rows = capi::host_indices("qo_indptr", qo_indptr);
-    return make_handle(workspace.plan_prefill(rows, capi::page_table(table), capi::step_spec(spec)));
+    return make_handle(workspace.plan_prefill(rows, capi::page_table(table), capi::step_spec("spec", spec)));
   });
 }
 
 fiw_status fiw_plan_verify(fiw_workspace* ws, int32_t window, const fiw_page_table* table, const fiw_step_spec* spec,
                            fiw_step** out, fiw_error* err) {
   return capi::hand_out(ws, out, err, [&](FlashInferWorkspace& workspace) {
-    return make_handle(workspace.plan_verify(window, capi::page_table(table), capi::step_spec(spec)));
+    return make_handle(workspace.plan_verify(window, capi::page_table(table), capi::step_spec("spec", spec)));
   });
 }
 

@@ -334,19 +334,20 @@ IndexMatrix host_index_matrix(const char* name, const DLTensor* dl) {
   return {static_cast<std::int32_t*>(v.data), v.shape[0], v.shape[1], v.stride[0]};
 }
 
-DevicePageTable device_page_table(const fiw_device_page_table* table, int device) {
-  const fiw_device_page_table& given = require_struct(table, "table");
-  check_reserved("table", given.reserved);
-  const auto read = [&](const char* name, const DLTensor* dl) -> std::span<const std::int32_t> {
-    const View v = index_view(name, dl, 1, "[n]");
-    check_device_like(name, v.device, device, "the workspace");
+DevicePageTable device_page_table(const char* name, const fiw_device_page_table* table, int device) {
+  const fiw_device_page_table& given = require_struct(table, name);
+  check_reserved(name, given.reserved);
+  const auto read = [&](const char* field, const DLTensor* dl) -> std::span<const std::int32_t> {
+    const std::string array = fmt::format("{}.{}", name, field);
+    const View v = index_view(array.c_str(), dl, 1, "[n]");
+    check_device_like(array.c_str(), v.device, device, "the workspace");
     return {static_cast<const std::int32_t*>(v.data), static_cast<std::size_t>(v.shape[0])};
   };
   return {.page_size = given.page_size,
           .num_pages = given.num_pages,
-          .indptr = read("table.indptr", given.indptr),
-          .indices = read("table.indices", given.indices),
-          .last_page_len = read("table.last_page_len", given.last_page_len),
+          .indptr = read("indptr", given.indptr),
+          .indices = read("indices", given.indices),
+          .last_page_len = read("last_page_len", given.last_page_len),
           .version = given.version};
 }
 
@@ -434,15 +435,27 @@ WorkspaceLimits limits(const char* name, const fiw_workspace_limits* limits) {
   return result;
 }
 
-StepSpec step_spec(const fiw_step_spec* spec) {
-  const fiw_step_spec& given = require_struct(spec, "spec");
-  return {.params = params("spec.params", given.params),
-          .q_dtype = element_type("spec.q_dtype", given.q_dtype),
-          .kv_dtype = element_type("spec.kv_dtype", given.kv_dtype),
+StepSpec step_spec(const char* name, const fiw_step_spec* spec) {
+  const fiw_step_spec& given = require_struct(spec, name);
+  const auto field = [name](const char* part) { return fmt::format("{}.{}", name, part); };
+  return {.params = params(field("params").c_str(), given.params),
+          .q_dtype = element_type(field("q_dtype").c_str(), given.q_dtype),
+          .kv_dtype = element_type(field("kv_dtype").c_str(), given.kv_dtype),
           .lse = given.lse != 0,
           .sinks = given.sinks != 0,
           .alibi = given.alibi != 0,
           .custom_mask = given.custom_mask != 0};
+}
+
+PagedCall paged_call(const DLTensor* q, const fiw_kv_cache* kv, std::int32_t batch, const DLTensor* out,
+                     const DLTensor* lse, const fiw_attention_extras* given) {
+  PagedCall call;
+  call.q = tensor("q", q);
+  call.kv = kv_cache(kv);
+  call.out = tensor("out", out);
+  call.lse = optional_lse(lse, call.q, call.out);
+  call.extras = extras(given, call.q, static_cast<std::size_t>(batch));
+  return call;
 }
 
 }  // namespace fiw::capi

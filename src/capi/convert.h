@@ -95,13 +95,25 @@ struct IndexMatrix {
 IndexMatrix host_index_matrix(const char* name, const DLTensor* dl);
 
 /// Its arrays must lie on the workspace's `device`.
-DevicePageTable device_page_table(const fiw_device_page_table* table, int device);
+DevicePageTable device_page_table(const char* name, const fiw_device_page_table* table, int device);
 KvCache kv_cache(const fiw_kv_cache* cache);
 /// `extras` may be null. The tensors belong to `q`, and the mask to `batch` requests.
 AttentionExtras extras(const fiw_attention_extras* extras, const ConstTensor& q, std::size_t batch);
 AttentionParams params(const char* name, const fiw_attention_params* params);
 PlanOptions plan_options(const char* name, const fiw_plan_options* options);
 WorkspaceLimits limits(const char* name, const fiw_workspace_limits* limits);
-StepSpec step_spec(const fiw_step_spec* spec);
+StepSpec step_spec(const char* name, const fiw_step_spec* spec);
+
+/// The tensors of one layer's attention over pages.
+struct PagedCall {
+  Tensor q;
+  KvCache kv;
+  Tensor out;
+  float* lse = nullptr;
+  AttentionExtras extras;
+};
+/// `extras` are those of `batch` requests.
+PagedCall paged_call(const DLTensor* q, const fiw_kv_cache* kv, std::int32_t batch, const DLTensor* out,
+                     const DLTensor* lse, const fiw_attention_extras* extras);
 
 }  // namespace fiw::capi

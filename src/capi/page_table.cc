@@ -94,7 +94,7 @@ fiw_status fiw_page_table_from_block_table(int32_t page_size, int64_t num_pages,
 fiw_status fiw_page_table_from_device(fiw_workspace* ws, const fiw_device_page_table* table, fiw_page_table** out,
                                       void* stream, fiw_error* err) {
   return capi::hand_out(ws, out, err, [&](fiw::FlashInferWorkspace& workspace) {
-    return make_handle(workspace.read_table(capi::device_page_table(table, workspace.device_index()), stream));
+    return make_handle(workspace.read_table(capi::device_page_table("table", table, workspace.device_index()), stream));
   });
 }
 

@@ -34,6 +34,8 @@ FIW_ASSERT_ENDS_WITH(fiw_plan_info, scratch_bytes);
 FIW_ASSERT_ENDS_WITH(fiw_device_props, tile_blocks_per_sm);
 FIW_ASSERT_ENDS_WITH(fiw_workspace_stats, tables_copied);
 FIW_ASSERT_ENDS_WITH(fiw_device_page_table, version);
+FIW_ASSERT_ENDS_WITH(fiw_graph_options, plan_on_device);
+FIW_ASSERT_ENDS_WITH(fiw_graph_stats, bytes);
 
 }  // namespace
 
@@ -85,4 +87,12 @@ void fiw_workspace_stats_init(fiw_workspace_stats* stats, size_t struct_size) {
 
 void fiw_device_page_table_init(fiw_device_page_table* table, size_t struct_size) {
   init<fiw_device_page_table>(table, struct_size, FIW_DEVICE_PAGE_TABLE_INIT);
+}
+
+void fiw_graph_options_init(fiw_graph_options* options, size_t struct_size) {
+  init<fiw_graph_options>(options, struct_size, FIW_GRAPH_OPTIONS_INIT);
+}
+
+void fiw_graph_stats_init(fiw_graph_stats* stats, size_t struct_size) {
+  init<fiw_graph_stats>(stats, struct_size, FIW_GRAPH_STATS_INIT);
 }

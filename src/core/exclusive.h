@@ -1,4 +1,5 @@
-// One thread at a time in a workspace: the second to arrive is told so and changes nothing.
+// One thread at a time in a workspace: the second to arrive is told so and changes nothing, or waits where it must not
+// fail.
 #pragma once
 
 #include <atomic>
@@ -20,6 +21,23 @@ class Exclusive {
   Exclusive(const Exclusive&) = delete;
   Exclusive& operator=(const Exclusive&) = delete;
   ~Exclusive() {
+    busy_.store(false, std::memory_order_release);
+    busy_.notify_all();
+  }
+
+ private:
+  std::atomic<bool>& busy_;
+};
+
+/// As Exclusive, but waits for a call in flight on another thread.
+class Turn {
+ public:
+  explicit Turn(std::atomic<bool>& busy) noexcept : busy_(busy) {
+    while (busy_.exchange(true, std::memory_order_acquire)) busy_.wait(true, std::memory_order_relaxed);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() {
     busy_.store(false, std::memory_order_release);
     busy_.notify_all();
   }

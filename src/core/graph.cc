@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "core/fail.h"
 #include "core/graph_state.h"
 
 namespace fiw {
@@ -13,6 +14,12 @@ GraphSession::GraphSession(std::shared_ptr<GraphState> state) noexcept : state_(
 GraphSession::GraphSession(GraphSession&&) noexcept = default;
 GraphSession& GraphSession::operator=(GraphSession&&) noexcept = default;
 GraphSession::~GraphSession() = default;
+
+// By value: what is captured may replace or destroy the session.
+std::shared_ptr<GraphState> GraphSession::state() const {
+  if (state_ == nullptr) fail(Reason::kOptions, "the session was moved from");
+  return state_;
+}
 
 GraphSession GraphSession::decode(FlashInferWorkspace& workspace, std::span<const StepSpec> kinds,
                                   const GraphOptions& options) {
@@ -25,25 +32,28 @@ GraphSession GraphSession::verify(FlashInferWorkspace& workspace, std::int32_t w
 }
 
 void GraphSession::capture(std::function<void(std::int32_t batch)> body, Stream stream) {
-  state_->capture(std::move(body), stream);
+  state()->capture(std::move(body), stream);
 }
 
-std::int32_t GraphSession::begin(std::int32_t batch, Stream stream) { return state_->begin(batch, stream); }
+std::int32_t GraphSession::begin(std::int32_t batch, Stream stream) { return state()->begin(batch, stream); }
 
 void GraphSession::run(const ConstTensor& q, const KvCache& kv, const Tensor& out, float* lse,
                        const AttentionExtras& extras, Stream stream, std::size_t kind) {
-  state_->run({.q = q, .kv = &kv, .out = out, .lse = lse, .extras = extras, .stream = stream}, kind);
+  state()->run({.q = q, .kv = &kv, .out = out, .lse = lse, .extras = extras, .stream = stream}, kind);
 }
 
 void GraphSession::append_kv(const ConstTensor& k, const ConstTensor& v, const KvCache& kv, Stream stream) {
-  state_->append(k, v, kv, stream);
+  state()->append(k, v, kv, stream);
 }
 
-std::int32_t GraphSession::prepare(const PageTable& table, Stream stream) { return state_->prepare(table, stream); }
-void GraphSession::step(const PageTable& table, Stream stream) { state_->step(table, stream); }
-void GraphSession::replay(std::int32_t batch, Stream stream) { state_->replay(batch, stream); }
-void GraphSession::check(Stream stream) { state_->check(stream); }
-std::span<const std::int32_t> GraphSession::buckets() const noexcept { return state_->buckets(); }
-GraphStats GraphSession::stats() const noexcept { return state_->stats(); }
+std::int32_t GraphSession::prepare(const PageTable& table, Stream stream) { return state()->prepare(table, stream); }
+void GraphSession::step(const PageTable& table, Stream stream) { state()->step(table, stream); }
+void GraphSession::replay(std::int32_t batch, Stream stream) { state()->replay(batch, stream); }
+void GraphSession::check(Stream stream) { state()->check(stream); }
+void GraphSession::check_ready() const { state()->check_ready(); }
+std::span<const std::int32_t> GraphSession::buckets() const noexcept {
+  return state_ == nullptr ? std::span<const std::int32_t>() : state_->buckets();
+}
+GraphStats GraphSession::stats() const noexcept { return state_ == nullptr ? GraphStats() : state_->stats(); }
 
 }  // namespace fiw

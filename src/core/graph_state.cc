@@ -87,6 +87,9 @@ bool same_layout(const ScheduleShape& a, const ScheduleShape& b) {
 std::string describe(const GraphAlarm& alarm) {
   const auto r = alarm.request;
   switch (static_cast<Reason>(alarm.reason)) {
+    case Reason::kBatch:
+      return fmt::format("the bucket of {} requests was replayed, the plan was made for that of {}", alarm.found,
+                         alarm.expected);
     case Reason::kStaleTable:
       return fmt::format("request {} has {} pages, the plan was made for {}", r, alarm.found, alarm.expected);
     case Reason::kIndptrStart:
@@ -97,6 +100,9 @@ std::string describe(const GraphAlarm& alarm) {
       return fmt::format("request {} ends at page table entry {}, max_pages is {}", r, alarm.found, alarm.expected);
     case Reason::kLastPageLen:
       return fmt::format("last_page_len[{}] is {}, expected 1..{}", r, alarm.found, alarm.expected);
+    case Reason::kKvLens:
+      return fmt::format("request {} has {} pages, whose tokens 32 bits do not count; expected at most {}", r,
+                         alarm.found, alarm.expected);
     case Reason::kPageIndex:
       return fmt::format("request {} owns page {}, expected 0..{}", r, alarm.found, alarm.expected);
     default:
@@ -106,11 +112,35 @@ std::string describe(const GraphAlarm& alarm) {
 
 }  // namespace
 
+class GraphState::InBody {
+ public:
+  explicit InBody(GraphState& graph) noexcept : graph_(graph) {}
+  InBody(const InBody&) = delete;
+  InBody& operator=(const InBody&) = delete;
+  ~InBody() {
+    const Turn turn(graph_.workspace_->busy_);
+    graph_.active_ = kNoBucket;
+    graph_.step_stream_ = nullptr;
+    graph_.computing_ = false;
+    graph_.in_body_ = {};
+  }
+
+ private:
+  GraphState& graph_;
+};
+
+// Under the lock, since another thread may be closing the workspace.
+std::shared_ptr<Backend> GraphState::backend_of(WorkspaceState& workspace) {
+  const Exclusive exclusive(workspace.busy_);
+  workspace.check_open();
+  return workspace.backend_;
+}
+
 GraphState::GraphState(std::shared_ptr<WorkspaceState> workspace, PlanKind kind, std::int32_t window,
                        std::span<const StepSpec> kinds, const GraphOptions& options)
     : workspace_(std::move(workspace)),
-      backend_(workspace_->backend_),
-      graphs_(backend_ == nullptr ? nullptr : backend_->graphs()),
+      backend_(backend_of(*workspace_)),
+      graphs_(backend_->graphs()),
       kind_(kind),
       window_(window),
       options_(options) {
@@ -153,6 +183,7 @@ GraphState::GraphState(std::shared_ptr<WorkspaceState> workspace, PlanKind kind,
 }
 
 GraphState::~GraphState() {
+  const Turn turn(workspace_->busy_);
   recordings_.clear();
   backend_->release(scratch_, scratch_bytes_, nullptr);
   backend_->release(memory_, memory_bytes_, nullptr);
@@ -205,6 +236,7 @@ void GraphState::lay_out() {
     scratch_bytes_ = std::max({scratch_bytes_, kind.scratch_bytes, std::size_t{1}});
   }
   end = align_up(end);
+  table_.prepared = ints(1 + kinds_.size());
   table_.indptr = ints(batch + 1);
   table_.last_page_len = ints(batch);
   table_.kv_lens = ints(batch);
@@ -225,49 +257,60 @@ std::uint64_t GraphState::epoch() const noexcept {
   return kind_ == PlanKind::kVerify ? workspace_->verify_epoch_ : workspace_->runtime_epoch_;
 }
 
-void GraphState::check_open() const { workspace_->check_open(); }
+void GraphState::check_outside(const char* call) const {
+  check_open();
+  if (in_body_ == std::thread::id()) return;
+  if (in_body_ != std::this_thread::get_id()) throw_busy();
+  fail(Reason::kOptions, "{} is called within capture()'s body, where only run() and append_kv() belong", call);
+}
+
+void GraphState::check_prepared(std::size_t bucket) const {
+  if (prepared_.bucket == bucket) return;
+  fail(Reason::kBatch, "the bucket of {} requests is to be replayed, which is not the one prepared last",
+       buckets_[bucket]);
+}
 
 void GraphState::throw_if_stale() {
   const std::uint32_t trips = std::atomic_ref(alarm_->trips).load(std::memory_order_acquire);
   if (trips == seen_trips_) return;
   stats_.trips += trips - seen_trips_;
   seen_trips_ = trips;
-  throw Error(Status::kStalePlan, static_cast<Reason>(alarm_->reason),
-              "a replay found no plan for its page table: " + describe(*alarm_))
-      .at(alarm_->request);
+  const auto reason = static_cast<Reason>(alarm_->reason);
+  throw Error(Status::kStalePlan, reason, "a replay found no plan for its page table: " + describe(*alarm_))
+      .at(reason == Reason::kBatch ? -1 : alarm_->request);
 }
 
 void GraphState::capture(Body body, Stream stream) {
-  if (!body) fail(Reason::kOptions, "body is empty, expected a function that enqueues a step");
   {
     const Exclusive exclusive(workspace_->busy_);
-    check_open();
-    if (capturing_) fail(Reason::kOptions, "capture() is called within capture()");
+    check_outside("capture()");
+    if (!body) fail(Reason::kOptions, "body is empty, expected a function that enqueues a step");
+    in_body_ = std::this_thread::get_id();
   }
+  const InBody in_body(*this);
   std::vector<std::unique_ptr<GraphBackend::Recording>> recordings;
-  capturing_ = true;
-  capture_stream_ = stream;
-  const auto leave = [&] {
-    active_ = kNoBucket;
-    capturing_ = false;
-    capture_stream_ = nullptr;
-  };
   for (std::size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    active_ = bucket;
     bool recording = false;
     try {
-      if (graphs_ != nullptr) graphs_->begin(stream);
-      recording = graphs_ != nullptr;
-      enqueue_head(bucket, stream);
+      {
+        const Turn turn(workspace_->busy_);
+        check_open();
+        if (graphs_ != nullptr) {
+          graphs_->begin(stream);
+          recording = true;
+        }
+        open_step(bucket, stream);
+      }
       body(buckets_[bucket]);
       if (recording) recordings.push_back(graphs_->end(stream));
     } catch (...) {
       if (recording) graphs_->abandon(stream);
-      leave();
+      const Turn turn(workspace_->busy_);
+      recordings.clear();
       throw;
     }
   }
-  leave();
+  const Turn turn(workspace_->busy_);
   recordings_ = std::move(recordings);
   body_ = std::move(body);
   stats_.captures += buckets_.size();
@@ -275,12 +318,24 @@ void GraphState::capture(Body body, Stream stream) {
 
 std::int32_t GraphState::begin(std::int32_t batch, Stream stream) {
   const Exclusive exclusive(workspace_->busy_);
-  check_open();
-  if (capturing_) fail(Reason::kOptions, "begin() is called within capture(), which has begun the step");
+  check_outside("begin()");
   const std::size_t bucket = bucket_of(batch);
+  if (graphs_ != nullptr) graphs_->check_recording(stream);
+  open_step(bucket, stream);
+  if (graphs_ == nullptr) {
+    // The step is the one that the caller prepared, or that the live table tells of now.
+    computing_ =
+        (planned_by_replay() || prepared_.bucket == bucket) && (!options_.live_table || read_live_table(bucket));
+  }
+  return buckets_[bucket];
+}
+
+void GraphState::open_step(std::size_t bucket, Stream stream) {
+  active_ = kNoBucket;
+  computing_ = false;
   enqueue_head(bucket, stream);
   active_ = bucket;
-  return buckets_[bucket];
+  step_stream_ = stream;
 }
 
 FixedTable GraphState::fixed_table() const noexcept {
@@ -308,12 +363,12 @@ void GraphState::enqueue_head(std::size_t bucket, Stream stream) {
                      .plan = device_plan(shape, workspace_->props_, work_of(kind), policy_of(kind, bucket)),
                      .schedule = memory_ + kind.offset});
   }
+  const auto ints = [&](std::size_t offset) { return reinterpret_cast<std::int32_t*>(memory_ + offset); };
   graphs_->replan({.parts = parts,
                    .table = fixed_table(),
-                   .kv_lens = reinterpret_cast<std::int32_t*>(memory_ + table_.kv_lens),
-                   .prepared_indptr = options_.plan_on_device
-                                          ? nullptr
-                                          : reinterpret_cast<const std::int32_t*>(memory_ + table_.indptr),
+                   .kv_lens = ints(table_.kv_lens),
+                   .prepared = options_.plan_on_device ? nullptr : ints(table_.prepared),
+                   .prepared_indptr = options_.plan_on_device ? nullptr : ints(table_.indptr),
                    .batch = buckets_[bucket],
                    .page_size = options_.page_size,
                    .num_pages = options_.num_pages,
@@ -342,24 +397,27 @@ void GraphState::run(const Operands& operands, std::size_t kind_index) {
     fail(Reason::kOptions, "kind is {}, the session has {} kinds of layers", kind_index, kinds_.size());
   }
   const Kind& kind = kinds_[kind_index];
-  const bool compute = graphs_ == nullptr && !capturing_ && prepared_.bucket == bucket;
   const std::int64_t rows = rows_of(bucket);
   Operands sliced = operands;
   sliced.q.rows = std::min(sliced.q.rows, rows);
   sliced.out.rows = std::min(sliced.out.rows, rows);
-  sliced.stream = stream_or_capture(operands.stream);
-  const PageTable& table = compute ? host_table_ : blanks_[bucket];
+  sliced.stream = stream_or_step(operands.stream);
+  const PageTable& table = computing_ ? host_table_ : blanks_[bucket];
   check_cache(*operands.kv);
   workspace_->check_operands(kind.traits.spec,
                              {.total_rows = rows,
                               .uniform_qo_len = window_,
                               .kv_lens = table.kv_lens(),
                               .table = &table,
-                              .captured = !compute},
+                              .captured = !computing_},
                              sliced);
-  if (graphs_ == nullptr && !compute) return;
+  if (graphs_ != nullptr) {
+    graphs_->check_recording(sliced.stream);
+  } else if (!computing_) {
+    return;
+  }
   const FixedTable fixed = fixed_table();
-  backend_->attend({.shape = compute ? &kind.shape : &kind.shapes[bucket],
+  backend_->attend({.shape = computing_ ? &kind.shape : &kind.shapes[bucket],
                     .schedule = memory_ + kind.offset,
                     .params = &kind.traits.spec.params,
                     .q = sliced.q,
@@ -383,8 +441,7 @@ void GraphState::append(const ConstTensor& k, const ConstTensor& v, const KvCach
   ConstTensor new_v = v;
   new_k.rows = std::min(new_k.rows, rows);
   new_v.rows = std::min(new_v.rows, rows);
-  const bool compute = graphs_ == nullptr && !capturing_ && prepared_.bucket == bucket;
-  const PageTable& table = compute ? host_table_ : blanks_[bucket];
+  const PageTable& table = computing_ ? host_table_ : blanks_[bucket];
   check_cache(kv);
   append_indptr_.resize(static_cast<std::size_t>(buckets_[bucket]) + 1);
   for (std::size_t r = 0; r < append_indptr_.size(); ++r) {
@@ -397,9 +454,10 @@ void GraphState::append(const ConstTensor& k, const ConstTensor& v, const KvCach
                             .kv = &kv,
                             .table = &table,
                             .fixed = graphs_ == nullptr ? nullptr : &fixed,
-                            .stream = stream_or_capture(stream)};
+                            .stream = stream_or_step(stream)};
   workspace_->check_append(launch);
-  if (graphs_ != nullptr || compute) backend_->append(launch);
+  if (graphs_ != nullptr) graphs_->check_recording(launch.stream);
+  if (graphs_ != nullptr || computing_) backend_->append(launch);
 }
 
 void GraphState::pad(const PageTable& table, std::size_t bucket) {
@@ -455,20 +513,27 @@ std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {
   }
   const std::size_t begin = same_plan ? table_.indptr : kinds_.front().offset;
   const std::size_t end = table_.indices + table.indices().size_bytes();
+  const PageTable host_table = graphs_ == nullptr ? padded_table(table, bucket) : PageTable();
   const std::span<std::byte> staged = backend_->stage(memory_ + begin, end - begin);
-  // From here the memory is neither the old step's nor, should something fail, the new one's.
+  // Without graphs what is staged is the memory itself; with them the last plan is in force until the upload is
+  // enqueued.
   const Prepared prepared{.bucket = bucket, .epoch = epoch(), .table = table};
-  prepared_.bucket = kNoBucket;
+  if (graphs_ == nullptr) prepared_.bucket = kNoBucket;
   if (!same_plan) {
+    auto* const record = reinterpret_cast<std::int32_t*>(staged.data() + table_.prepared - begin);
+    record[0] = buckets_[bucket];
     for (std::size_t i = 0; i < kinds_.size(); ++i) {
       write_schedule(next_[i], work_of(kinds_[i]), staged.subspan(kinds_[i].offset - begin, next_[i].bytes));
-      kinds_[i].shape = next_[i];
+      record[1 + i] = next_[i].kv_chunk_tokens;
     }
-    ++stats_.plans;
   }
   write_table(table, staged.data() + table_.indptr - begin);
   backend_->upload(memory_ + begin, staged, stream);
-  if (graphs_ == nullptr) host_table_ = padded_table(table, bucket);
+  if (!same_plan) {
+    for (std::size_t i = 0; i < kinds_.size(); ++i) kinds_[i].shape = next_[i];
+    ++stats_.plans;
+  }
+  host_table_ = host_table;
   prepared_ = prepared;
   return bucket;
 }
@@ -484,11 +549,12 @@ PageTable GraphState::padded_table(const PageTable& table, std::size_t bucket) c
 
 std::int32_t GraphState::prepare(const PageTable& table, Stream stream) {
   const Exclusive exclusive(workspace_->busy_);
-  check_open();
+  check_outside("step() or prepare()");
   throw_if_stale();
   if (planned_by_replay()) {
     fail(Reason::kOptions, "the session plans on the device from its live table: call replay()");
   }
+  if (graphs_ == nullptr) active_ = kNoBucket;  // a step that was begun would go on with the new table
   return buckets_[prepare_bucket(table, stream)];
 }
 
@@ -498,30 +564,25 @@ void GraphState::replay(std::int32_t batch, Stream stream) {
   std::size_t bucket = 0;
   {
     const Exclusive exclusive(workspace_->busy_);
-    check_open();
+    check_outside("replay()");
     throw_if_stale();
     if (!body_) fail(Reason::kOptions, "nothing was captured: call capture() first");
     bucket = bucket_of(batch);
-    if (!options_.live_table && prepared_.bucket != bucket) {
-      fail(Reason::kBatch, "the bucket of {} requests is to be replayed, which is not the one prepared last",
-           buckets_[bucket]);
-    }
-    ++stats_.replays;
+    if (!planned_by_replay()) check_prepared(bucket);
     if (graphs_ != nullptr) {
       graphs_->replay(*recordings_[bucket], stream);
+      ++stats_.replays;
       return;
     }
+    ++stats_.replays;
     if (options_.live_table && !read_live_table(bucket)) return;
+    in_body_ = std::this_thread::get_id();
+    open_step(bucket, stream);
+    computing_ = true;
   }
   // The body calls run(), which takes the workspace for itself.
-  active_ = bucket;
-  try {
-    body_(buckets_[bucket]);
-  } catch (...) {
-    active_ = kNoBucket;
-    throw;
-  }
-  active_ = kNoBucket;
+  const InBody in_body(*this);
+  body_(buckets_[bucket]);
 }
 
 bool GraphState::read_live_table(std::size_t bucket) {
@@ -557,7 +618,7 @@ bool GraphState::read_live_table(std::size_t bucket) {
     prepare_bucket(table, nullptr);
     return true;
   }
-  const auto prepared = prepared_.bucket == bucket ? host_table_.page_counts() : blanks_[bucket].page_counts();
+  const std::span<const std::int32_t> prepared = host_table_.page_counts();
   for (std::int32_t r = 0; r < batch; ++r) {
     const auto i = static_cast<std::size_t>(r);
     if (table.page_counts()[i] != prepared[i]) {
@@ -570,7 +631,7 @@ bool GraphState::read_live_table(std::size_t bucket) {
 
 void GraphState::check(Stream stream) {
   const Exclusive exclusive(workspace_->busy_);
-  check_open();
+  check_outside("check()");
   backend_->fetch({}, stream);
   throw_if_stale();
 }

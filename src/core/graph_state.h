@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "core/graph_backend.h"
@@ -35,6 +36,8 @@ class GraphState {
   void step(const PageTable& table, Stream stream);
   void replay(std::int32_t batch, Stream stream);
   void check(Stream stream);
+  /// Throws what a call that came now would: kClosed or kBusy.
+  void check_ready() const { workspace_->check_ready(); }
 
   std::span<const std::int32_t> buckets() const noexcept { return buckets_; }
   GraphStats stats() const noexcept;
@@ -53,6 +56,7 @@ class GraphState {
   /// Offsets of the session's copy of the table, int32 arrays.
   struct TableLayout {
     std::size_t qo_indptr = 0;      ///< [max_batch + 1]
+    std::size_t prepared = 0;       ///< [1 + kinds]: the bucket prepared last, and the tokens of each kind's chunks
     std::size_t indptr = 0;         ///< [max_batch + 1]
     std::size_t last_page_len = 0;  ///< [max_batch]
     std::size_t kv_lens = 0;        ///< [max_batch]
@@ -65,6 +69,10 @@ class GraphState {
     PageTable table;
   };
 
+  /// Leaves the body when the scope ends: in_body_ was set under the lock.
+  class InBody;
+
+  static std::shared_ptr<Backend> backend_of(WorkspaceState& workspace);
   void add_kind(const StepSpec& spec);
   void lay_out();
   bool planned_by_replay() const noexcept { return options_.live_table.has_value() && options_.plan_on_device; }
@@ -80,6 +88,8 @@ class GraphState {
   /// The session's copy of a table but for qo_indptr, which never changes; `base` is where its indptr goes.
   void write_table(const PageTable& table, std::byte* base) const;
   PageTable padded_table(const PageTable& table, std::size_t bucket) const;
+  /// From here on run() and append() are layers of a step of this bucket. Enqueues its head.
+  void open_step(std::size_t bucket, Stream stream);
   /// The head of a captured step.
   void enqueue_head(std::size_t bucket, Stream stream);
   /// Reads the live table as the head of a captured step does: what stops it raises the alarm.
@@ -87,9 +97,12 @@ class GraphState {
   FixedTable fixed_table() const noexcept;
   std::int32_t rows_of(std::size_t bucket) const noexcept { return buckets_[bucket] * window_; }
   std::size_t active_or_throw() const;
-  Stream stream_or_capture(Stream stream) const noexcept { return stream != nullptr ? stream : capture_stream_; }
+  Stream stream_or_step(Stream stream) const noexcept { return stream != nullptr ? stream : step_stream_; }
   void check_cache(const KvCache& kv) const;
-  void check_open() const;
+  void check_open() const { workspace_->check_open(); }
+  /// Throws unless the workspace is open and the session outside its body; `call` is what is asked for.
+  void check_outside(const char* call) const;
+  void check_prepared(std::size_t bucket) const;
   void throw_if_stale();
 
   const std::shared_ptr<WorkspaceState> workspace_;
@@ -111,8 +124,9 @@ class GraphState {
   std::vector<std::unique_ptr<GraphBackend::Recording>> recordings_;  ///< [bucket]
   std::vector<PageTable> blanks_;                                     ///< [bucket], tables of empty requests
   std::size_t active_ = kNoBucket;  ///< the bucket whose step is being recorded or computed
-  bool capturing_ = false;
-  Stream capture_stream_ = nullptr;
+  Stream step_stream_ = nullptr;    ///< its stream
+  bool computing_ = false;          ///< where there are no graphs: the step has a plan, and its layers compute
+  std::thread::id in_body_;         ///< the thread that is calling the body
 
   Prepared prepared_;
   PageTable host_table_;                   ///< prepared_.table padded to its bucket, where there are no graphs

@@ -160,20 +160,17 @@ WorkspaceState::WorkspaceState(int device_index, std::unique_ptr<Backend> backen
 WorkspaceState::~WorkspaceState() { close(); }
 
 void WorkspaceState::close() noexcept {
-  while (busy_.exchange(true, std::memory_order_acquire)) busy_.wait(true, std::memory_order_relaxed);
-  if (!closed_.exchange(true, std::memory_order_acq_rel)) {
-    decode_cache_.clear();
-    prefill_cache_.clear();
-    verify_cache_.clear();
-    device_tables_.clear();
-    if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), nullptr);
-    scratch_ = {};
-    // Slices that steps still hold keep the arena, and the arena the backend, until those steps go.
-    arena_.reset();
-    backend_.reset();
-  }
-  busy_.store(false, std::memory_order_release);
-  busy_.notify_all();
+  const Turn turn(busy_);
+  if (closed_.exchange(true, std::memory_order_acq_rel)) return;
+  decode_cache_.clear();
+  prefill_cache_.clear();
+  verify_cache_.clear();
+  device_tables_.clear();
+  if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), nullptr);
+  scratch_ = {};
+  // Slices that steps still hold keep the arena, and the arena the backend, until those steps go.
+  arena_.reset();
+  backend_.reset();
 }
 
 void WorkspaceState::check_open() const {

@@ -435,7 +435,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                       .custom_mask = launch.extras.mask != nullptr};
   DeviceTable fixed;
   const DeviceTable& table = table_of(launch, fixed);
-  const bool captured = launch.fixed != nullptr && is_capturing(stream);
+  const bool captured = launch.fixed != nullptr;
   if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
@@ -462,6 +462,10 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.lse = launch.lse;
   }
   if (unfinished && args.lse == nullptr) {
+    if (captured) {
+      unsupported(Reason::kWindow,
+                  "lse is null, and a captured call with a window and without the causal limit needs it");
+    }
     const auto bytes = static_cast<std::size_t>(out.rows * out.heads) * sizeof(float);
     args.lse = reinterpret_cast<float*>(lse.emplace(*this, bytes, launch.stream, "logarithms").data());
   }
@@ -616,7 +620,7 @@ void CudaBackend::append(const AppendLaunch& launch) {
     at.indices = table.indices;
     at.kv_lens = table.kv_lens;
   }
-  const bool captured = launch.fixed != nullptr && is_capturing(stream);
+  const bool captured = launch.fixed != nullptr;
   enter(stream, captured);
   check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");
   leave(stream, captured);

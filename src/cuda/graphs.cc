@@ -63,9 +63,22 @@ void Graphs::abandon(Stream stream) noexcept {
   cudaGetLastError();  // what ended the capture is told by the exception under way
 }
 
+void Graphs::check_recording(Stream stream) const {
+  const DeviceGuard guard(device_);
+  if (is_capturing(static_cast<cudaStream_t>(stream))) return;
+  fail(
+      Reason::kOptions,
+      "stream is not being captured, as it must be for run() and append_kv(): they are for capture()'s body and, after "
+      "begin(), for a capture of the caller's");
+}
+
 void Graphs::replay(const Recording& recording, Stream stream) {
   const DeviceGuard guard(device_);
   const auto on = static_cast<cudaStream_t>(stream);
+  if (is_capturing(on)) {
+    fail(Reason::kOptions,
+         "stream is being captured: a session's steps are recorded by begin() and run(), not replayed");
+  }
   timeline_.enter(on);
   check(cudaGraphLaunch(static_cast<const ExecutableGraph&>(recording).get(), on), "cudaGraphLaunch");
   timeline_.leave(on);

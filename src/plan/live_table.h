@@ -25,6 +25,11 @@ struct LiveFault {
   std::int32_t expected = 0;
 };
 
+/// Tokens of a request with that many pages, `last` of them in the last one.
+FIW_HOST_DEVICE inline std::int64_t count_tokens(std::int32_t pages, std::int32_t page_size, std::int32_t last) {
+  return pages == 0 ? 0 : (pages - std::int64_t{1}) * page_size + last;
+}
+
 /// The faults of request r's indptr and last_page_len. Where there is none, in any request, its pages may be read.
 FIW_HOST_DEVICE inline LiveFault check_extent(const LiveTable& table, std::int32_t r) {
   const std::int32_t begin = table.indptr[r];
@@ -34,6 +39,9 @@ FIW_HOST_DEVICE inline LiveFault check_extent(const LiveTable& table, std::int32
   if (end > table.max_pages) return {Reason::kTableSize, r, end, table.max_pages};
   const std::int32_t last = table.last_page_len[r];
   if (end > begin && (last < 1 || last > table.page_size)) return {Reason::kLastPageLen, r, last, table.page_size};
+  if (count_tokens(end - begin, table.page_size, last) > INT32_MAX) {
+    return {Reason::kKvLens, r, end - begin, INT32_MAX / table.page_size};
+  }
   return {};
 }
 
@@ -43,10 +51,10 @@ FIW_HOST_DEVICE inline LiveFault check_page(const LiveTable& table, std::int32_t
   return {Reason::kPageIndex, r, page, static_cast<std::int32_t>(table.num_pages - 1)};
 }
 
-/// Tokens of request r, of a table without faults; those that 32 bits hold.
+/// Tokens of request r, of a table without faults.
 FIW_HOST_DEVICE inline std::int32_t live_kv_len(const LiveTable& table, std::int32_t r) {
-  const std::int32_t pages = table.indptr[r + 1] - table.indptr[r];
-  return pages == 0 ? 0 : (pages - 1) * table.page_size + table.last_page_len[r];
+  return static_cast<std::int32_t>(
+      count_tokens(table.indptr[r + 1] - table.indptr[r], table.page_size, table.last_page_len[r]));
 }
 
 }  // namespace fiw

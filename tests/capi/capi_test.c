@@ -941,6 +941,327 @@ static void test_merge_states(void) {
   fiw_workspace_free(ws);
 }
 
+/* ---- graphs: on the CPU a replay calls the body again
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* What a body is called with. */
+typedef struct layers {
+  fiw_graph* graph;
+  problem* p;
+  const DLTensor *k, *v; /* rows to append, or null */
+  int calls;
+  int32_t batch;     /* of the last call */
+  fiw_status answer; /* returned where the layers are fine */
+} layers;
+
+static fiw_status run_layers(void* context, int32_t batch) {
+  layers* l = context;
+  problem* p = l->p;
+  fiw_error err = new_error();
+  ++l->calls;
+  l->batch = batch;
+  if (l->k != NULL) CHECK_OK(fiw_graph_append_kv(l->graph, l->k, l->v, &p->cache, NULL, &err), err);
+  CHECK_OK(fiw_graph_run(l->graph, 0, &p->q.dl, &p->cache, &p->out.dl, &p->lse.dl, &p->extras, NULL, &err), err);
+  CHECK_FAILS(fiw_graph_replay(l->graph, batch, NULL, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS,
+              "replay() is called within capture()'s body");
+  return l->answer;
+}
+
+static fiw_graph_options graph_options_of(const problem* p) {
+  fiw_graph_options options = FIW_GRAPH_OPTIONS_INIT;
+  options.window = p->s->kind == DECODE ? 0 : p->s->qo_len[0];
+  options.max_batch = p->s->batch;
+  options.max_pages = fiw_page_table_indptr(p->table)[p->s->batch] + 1;
+  options.page_size = p->s->page_size;
+  options.num_pages = p->num_pages;
+  return options;
+}
+
+/* A graph of one kind of layer, for the problem's table and smaller ones. */
+static fiw_graph* new_graph(fiw_workspace* ws, const problem* p, const fiw_device_page_table* live,
+                            int plan_on_device) {
+  const fiw_step_spec spec = spec_of(p);
+  const fiw_step_spec* kinds[1] = {&spec};
+  fiw_graph_options options = graph_options_of(p);
+  options.kinds = kinds;
+  options.num_kinds = 1;
+  options.live_table = live;
+  options.plan_on_device = plan_on_device;
+  fiw_graph* graph = NULL;
+  fiw_error err = new_error();
+  CHECK_OK(fiw_graph_create(ws, &options, &graph, &err), err);
+  return graph;
+}
+
+static fiw_graph_stats graph_stats_of(const fiw_graph* graph) {
+  fiw_graph_stats stats = FIW_GRAPH_STATS_INIT;
+  fiw_error err = new_error();
+  CHECK_OK(fiw_graph_get_stats(graph, &stats, &err), err);
+  return stats;
+}
+
+static void run_graph_scenario(fiw_workspace* ws, const scenario* s) {
+  static problem p;
+  fiw_error err = new_error();
+  build(&p, s);
+  fiw_graph* graph = new_graph(ws, &p, NULL, 1);
+  layers l = {graph, &p, NULL, NULL, 0, 0, FIW_OK};
+  const int buckets = fiw_graph_num_buckets(graph);
+  CHECK(buckets >= 1 && fiw_graph_buckets(graph)[buckets - 1] == s->batch);
+  CHECK_OK(fiw_graph_capture(graph, run_layers, &l, NULL, &err), err);
+  CHECK(l.calls == buckets && l.batch == s->batch);
+  poison_results(&p);
+  CHECK_OK(fiw_graph_step(graph, p.table, NULL, &err), err);
+  check_results(&p, "a graph's step", 1);
+  poison_results(&p);
+  CHECK_OK(fiw_graph_replay(graph, s->batch, NULL, &err), err);
+  check_results(&p, "a replay", 1);
+  CHECK_OK(fiw_graph_check(graph, NULL, &err), err);
+
+  /* A capture of the caller's own. */
+  int32_t bucket = 0;
+  CHECK_OK(fiw_graph_prepare(graph, p.table, &bucket, NULL, &err), err);
+  CHECK(bucket == s->batch);
+  CHECK_OK(fiw_graph_prepare(graph, p.table, NULL, NULL, &err), err);
+  bucket = 0;
+  CHECK_OK(fiw_graph_begin(graph, s->batch, &bucket, NULL, &err), err);
+  CHECK(bucket == s->batch);
+  CHECK_OK(fiw_graph_begin(graph, s->batch, NULL, NULL, &err), err);
+  poison_results(&p);
+  CHECK_OK(fiw_graph_run(graph, 0, &p.q.dl, &p.cache, &p.out.dl, &p.lse.dl, &p.extras, NULL, &err), err);
+  check_results(&p, "a layer after begin", 1);
+  const fiw_graph_stats stats = graph_stats_of(graph);
+  CHECK(stats.captures == (uint64_t)buckets && stats.replays == 2 && stats.plans == 1 && stats.plan_hits == 2);
+  CHECK(stats.trips == 0 && stats.bytes > 0);
+
+  /* A body that fails leaves what was captured. */
+  l.answer = FIW_UNSUPPORTED;
+  CHECK_FAILS(fiw_graph_capture(graph, run_layers, &l, NULL, &err), err, FIW_UNSUPPORTED, FIW_REASON_NONE,
+              "body returned 11 (UNSUPPORTED) for 1 requests");
+  CHECK(graph_stats_of(graph).captures == (uint64_t)buckets);
+  poison_results(&p);
+  CHECK_FAILS(fiw_graph_step(graph, p.table, NULL, &err), err, FIW_UNSUPPORTED, FIW_REASON_NONE, "body returned 11");
+  check_results(&p, "a step whose body then fails", 1);
+  fiw_graph_free(graph);
+  destroy(&p);
+}
+
+static void test_graphs(void) {
+  fiw_workspace* ws = new_workspace();
+  for (int i = 0; i < COUNT(kScenarios); ++i) {
+    if (kScenarios[i].kind != PREFILL && kScenarios[i].batch > 0 && kScenarios[i].qo_len[0] <= 16) {
+      run_graph_scenario(ws, &kScenarios[i]);
+    }
+  }
+  fiw_workspace_free(ws);
+}
+
+/* The last token of each request is taken from a float32 cache, and comes back by a graph. */
+static void test_graph_append(void) {
+  static problem p;
+  build(&p, &kScenarios[0]);
+  const scenario* s = p.s;
+  const int row = s->num_kv_heads * s->head_dim_qk;
+  float* k_cache = (float*)(void*)p.k_memory;
+  float* v_cache = (float*)(void*)p.v_memory;
+  float* k = poisoned((size_t)(s->batch * row) * sizeof *k);
+  float* v = poisoned((size_t)(s->batch * row) * sizeof *v);
+  const int32_t* indptr = fiw_page_table_indptr(p.table);
+  const int32_t* indices = fiw_page_table_indices(p.table);
+  for (int r = 0; r < s->batch; ++r) {
+    if (s->kv_len[r] == 0) continue;
+    const int token = (s->kv_len[r] - 1) % s->page_size;
+    const size_t at = slot_offset(&p, p.k_page, indices[indptr[r + 1] - 1], token, 0, s->head_dim_qk);
+    memcpy(k + r * row, k_cache + at, (size_t)row * sizeof *k);
+    memcpy(v + r * row, v_cache + at, (size_t)row * sizeof *v);
+    memset(k_cache + at, 0xFF, (size_t)row * sizeof *k);
+    memset(v_cache + at, 0xFF, (size_t)row * sizeof *v);
+  }
+  tensor k_t, v_t;
+  fiw_workspace* ws = new_workspace();
+  fiw_graph* graph = new_graph(ws, &p, NULL, 1);
+  layers l = {graph,
+              &p,
+              make3(&k_t, k, kFloat, s->batch, s->num_kv_heads, s->head_dim_qk),
+              make3(&v_t, v, kFloat, s->batch, s->num_kv_heads, s->head_dim_qk),
+              0,
+              0,
+              FIW_OK};
+  fiw_error err = new_error();
+  CHECK_OK(fiw_graph_capture(graph, run_layers, &l, NULL, &err), err);
+  poison_results(&p);
+  CHECK_OK(fiw_graph_step(graph, p.table, NULL, &err), err);
+  check_results(&p, "a graph that appends", 1);
+  fiw_graph_free(graph);
+  fiw_workspace_free(ws);
+  free(k);
+  free(v);
+  destroy(&p);
+}
+
+static void test_live_graph(void) {
+  static problem p;
+  build(&p, &kScenarios[0]);
+  const int batch = p.s->batch;
+  const int32_t entries = fiw_page_table_indptr(p.table)[batch];
+  int32_t indptr[MAX_BATCH + 1], last[MAX_BATCH];
+  int32_t* indices = poisoned((size_t)(entries + 1) * sizeof *indices);
+  memcpy(indptr, fiw_page_table_indptr(p.table), (size_t)(batch + 1) * sizeof *indptr);
+  memcpy(indices, fiw_page_table_indices(p.table), (size_t)entries * sizeof *indices);
+  memcpy(last, fiw_page_table_last_page_len(p.table), (size_t)batch * sizeof *last);
+  tensor a, b, c;
+  fiw_device_page_table live = FIW_DEVICE_PAGE_TABLE_INIT;
+  live.page_size = p.s->page_size;
+  live.num_pages = p.num_pages;
+  live.indptr = ints(&a, indptr, batch + 1);
+  live.indices = ints(&b, indices, entries + 1);
+  live.last_page_len = ints(&c, last, batch);
+  fiw_workspace* ws = new_workspace();
+  fiw_error err = new_error();
+  for (int on_device = 0; on_device < 2; ++on_device) {
+    fiw_graph* graph = new_graph(ws, &p, &live, on_device);
+    layers l = {graph, &p, NULL, NULL, 0, 0, FIW_OK};
+    CHECK_OK(fiw_graph_capture(graph, run_layers, &l, NULL, &err), err);
+    if (on_device) {
+      CHECK_FAILS(fiw_graph_prepare(graph, p.table, NULL, NULL, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS,
+                  "call replay()");
+    } else {
+      CHECK_OK(fiw_graph_prepare(graph, p.table, NULL, NULL, &err), err);
+    }
+    poison_results(&p);
+    CHECK_OK(fiw_graph_replay(graph, batch, NULL, &err), err);
+    check_results(&p, "a replay of a live table", 1);
+
+    const int32_t page = indices[3]; /* request 1's only one */
+    indices[3] = p.num_pages;
+    poison_results(&p);
+    CHECK_OK(fiw_graph_replay(graph, batch, NULL, &err), err);
+    CHECK(isnan(p.lse_memory[0])); /* no work was done */
+    CHECK_FAILS(fiw_graph_check(graph, NULL, &err), err, FIW_STALE_PLAN, FIW_REASON_PAGE_INDEX, "request 1 owns page");
+    CHECK(err.index == 1 && graph_stats_of(graph).trips == 1);
+    CHECK_OK(fiw_graph_check(graph, NULL, &err), err);
+    indices[3] = page;
+    CHECK_OK(fiw_graph_replay(graph, batch, NULL, &err), err);
+    check_results(&p, "a replay after a bad table", 1);
+    fiw_graph_free(graph);
+  }
+  fiw_workspace_free(ws);
+  free(indices);
+  destroy(&p);
+}
+
+static void test_bad_graphs(void) {
+  static problem p;
+  build(&p, &kScenarios[0]);
+  fiw_workspace* ws = new_workspace();
+  fiw_error err = new_error();
+  const fiw_step_spec spec = spec_of(&p);
+  const fiw_step_spec* kinds[2] = {&spec, NULL};
+  fiw_graph_options options = graph_options_of(&p);
+  options.kinds = kinds;
+  options.num_kinds = 1;
+  const fiw_graph_options good = options;
+  fiw_graph* none = (fiw_graph*)&p;
+#define CHECK_CREATE_FAILS(why, text)                                                             \
+  CHECK_FAILS(fiw_graph_create(ws, &options, &none, &err), err, FIW_INVALID_ARGUMENT, why, text); \
+  CHECK(none == NULL);                                                                            \
+  none = (fiw_graph*)&p;                                                                          \
+  options = good
+  options.struct_size = 8;
+  CHECK_CREATE_FAILS(FIW_REASON_STRUCT_SIZE, "options.struct_size is 8");
+  options.num_kinds = 0;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "options.num_kinds is 0, expected at least 1");
+  options.kinds = NULL;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "options.kinds is null");
+  options.num_kinds = 2;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "options.kinds[1] is null");
+  options.window = 17;
+  CHECK_CREATE_FAILS(FIW_REASON_QO_INDPTR, "window is 17, expected 1..16");
+  options.window = -1;
+  CHECK_CREATE_FAILS(FIW_REASON_QO_INDPTR, "window is -1");
+  options.max_batch = 0;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "max_batch is 0");
+  options.max_pages = 0;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "max_pages is 0");
+  options.page_size = 0;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "page_size is 0");
+  options.num_pages = 0;
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "num_pages is 0");
+  static const int32_t descending[2] = {3, 2};
+  static const int32_t two[2] = {2, 4};
+  tensor a, b, c;
+  options.buckets = ints(&a, descending, 2);
+  CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "buckets hold 2 after 3");
+  a.dl.dtype = kI64;
+  options.buckets = &a.dl;
+  CHECK_CREATE_FAILS(FIW_REASON_INDEX_TYPE, "options.buckets: int64, expected int32");
+  fiw_device_page_table live = FIW_DEVICE_PAGE_TABLE_INIT;
+  options.live_table = &live;
+  CHECK_CREATE_FAILS(FIW_REASON_TENSOR_NULL, "options.live_table.indptr is null");
+  live.page_size = p.s->page_size;
+  live.num_pages = p.num_pages;
+  live.indptr = ints(&a, p.qo_indptr, p.s->batch + 1);
+  live.indices = ints(&b, p.qo_indptr, 2);
+  live.last_page_len = ints(&c, p.qo_indptr, p.s->batch);
+  options.live_table = &live;
+  CHECK_CREATE_FAILS(FIW_REASON_INDPTR_LENGTH, "live_table.indices has 2 entries");
+  c.dl.device.device_type = kDLCUDA;
+  options.live_table = &live;
+  CHECK_CREATE_FAILS(FIW_REASON_TENSOR_DEVICE,
+                     "options.live_table.last_page_len is on CUDA device 0, expected the CPU");
+#undef CHECK_CREATE_FAILS
+  CHECK_FAILS(fiw_graph_create(ws, NULL, &none, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS,
+              "options is null");
+  CHECK_FAILS(fiw_graph_create(ws, &good, NULL, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS, "out is null");
+  CHECK_FAILS(fiw_graph_create(NULL, &good, &none, &err), err, FIW_INVALID_ARGUMENT, FIW_REASON_OPTIONS, "ws is null");
+
+  fiw_graph* graph = NULL;
+  options.buckets = ints(&a, two, 2);
+  CHECK_OK(fiw_graph_create(ws, &options, &graph, &err), err);
+  CHECK(fiw_graph_num_buckets(graph) == 2 && fiw_graph_buckets(graph)[0] == 2 && fiw_graph_buckets(graph)[1] == 4);
+  CHECK(fiw_graph_num_buckets(NULL) == 0 && fiw_graph_buckets(NULL) == NULL);
+  fiw_graph_free(NULL);
+#define CHECK_BAD(call, why, text) CHECK_FAILS(call, err, FIW_INVALID_ARGUMENT, why, text)
+  CHECK_BAD(fiw_graph_capture(NULL, run_layers, NULL, NULL, &err), FIW_REASON_OPTIONS, "graph is null");
+  CHECK_BAD(fiw_graph_capture(graph, NULL, NULL, NULL, &err), FIW_REASON_OPTIONS, "body is null");
+  CHECK_BAD(fiw_graph_step(graph, p.table, NULL, &err), FIW_REASON_OPTIONS, "nothing was captured");
+  layers l = {graph, &p, NULL, NULL, 0, 0, FIW_OK};
+  CHECK_OK(fiw_graph_capture(graph, run_layers, &l, NULL, &err), err);
+  CHECK_BAD(fiw_graph_run(graph, 0, &p.q.dl, &p.cache, &p.out.dl, NULL, NULL, NULL, &err), FIW_REASON_OPTIONS,
+            "no step was begun");
+  CHECK_BAD(fiw_graph_begin(graph, 5, NULL, NULL, &err), FIW_REASON_BATCH, "5 requests");
+  CHECK_BAD(fiw_graph_replay(graph, -1, NULL, &err), FIW_REASON_BATCH, "-1 requests");
+  CHECK_BAD(fiw_graph_step(graph, NULL, NULL, &err), FIW_REASON_TABLE_NULL, "table is null");
+  CHECK_BAD(fiw_graph_prepare(graph, NULL, NULL, NULL, &err), FIW_REASON_TABLE_NULL, "table is null");
+  CHECK_OK(fiw_graph_prepare(graph, p.table, NULL, NULL, &err), err);
+  CHECK_BAD(fiw_graph_replay(graph, 1, NULL, &err), FIW_REASON_BATCH, "not the one prepared last");
+  CHECK_OK(fiw_graph_begin(graph, 3, NULL, NULL, &err), err);
+  CHECK_BAD(fiw_graph_run(graph, -1, &p.q.dl, &p.cache, &p.out.dl, NULL, NULL, NULL, &err), FIW_REASON_OPTIONS,
+            "kind is -1");
+  CHECK_BAD(fiw_graph_run(graph, 1, &p.q.dl, &p.cache, &p.out.dl, NULL, NULL, NULL, &err), FIW_REASON_OPTIONS,
+            "kind is 1");
+  CHECK_BAD(fiw_graph_run(graph, 0, NULL, &p.cache, &p.out.dl, NULL, NULL, NULL, &err), FIW_REASON_TENSOR_NULL,
+            "q is null");
+  CHECK_BAD(fiw_graph_run(graph, 0, &p.q.dl, NULL, &p.out.dl, NULL, NULL, NULL, &err), FIW_REASON_OPTIONS,
+            "kv is null");
+  CHECK_BAD(fiw_graph_append_kv(graph, NULL, &p.q.dl, &p.cache, NULL, &err), FIW_REASON_TENSOR_NULL, "k is null");
+  CHECK_BAD(fiw_graph_append_kv(graph, &p.q.dl, &p.q.dl, &p.cache, NULL, &err), FIW_REASON_TENSOR_SHAPE,
+            "k has 8 heads");
+  CHECK_BAD(fiw_graph_check(NULL, NULL, &err), FIW_REASON_OPTIONS, "graph is null");
+  fiw_graph_stats stats = FIW_GRAPH_STATS_INIT;
+  stats.struct_size = 1;
+  CHECK_BAD(fiw_graph_get_stats(graph, &stats, &err), FIW_REASON_STRUCT_SIZE, "stats.struct_size is 1");
+  CHECK_BAD(fiw_graph_get_stats(graph, NULL, &err), FIW_REASON_OPTIONS, "stats is null");
+  CHECK_BAD(fiw_graph_get_stats(NULL, &stats, &err), FIW_REASON_OPTIONS, "graph is null");
+#undef CHECK_BAD
+  poison_results(&p);
+  CHECK_OK(fiw_graph_step(graph, p.table, NULL, &err), err);
+  check_results(&p, "a step after many bad calls", 1);
+  fiw_graph_free(graph);
+  fiw_workspace_free(ws);
+  destroy(&p);
+}
+
 /* ---- version, structs, errors
  * ------------------------------------------------------------------------------------------- */
 
@@ -1017,6 +1338,8 @@ static void test_struct_init(void) {
   CHECK_INIT(fiw_device_props, FIW_DEVICE_PROPS_INIT);
   CHECK_INIT(fiw_workspace_stats, FIW_WORKSPACE_STATS_INIT);
   CHECK_INIT(fiw_device_page_table, FIW_DEVICE_PAGE_TABLE_INIT);
+  CHECK_INIT(fiw_graph_options, FIW_GRAPH_OPTIONS_INIT);
+  CHECK_INIT(fiw_graph_stats, FIW_GRAPH_STATS_INIT);
 }
 
 static void test_error_struct(void) {
@@ -1053,8 +1376,9 @@ typedef struct pool {
   int refuse;
   fiw_workspace* ws; /* set: the next allocation lets another thread try this workspace */
   problem* p;
-  fiw_status tried[4];
+  fiw_status tried[5];
   const fiw_step* step;
+  fiw_graph* graph;
 } pool;
 
 static void* try_workspace(void* context) {
@@ -1064,6 +1388,7 @@ static void* try_workspace(void* context) {
   /* Busy is said before any other argument is judged. */
   memory->tried[2] = fiw_decode(memory->ws, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
   memory->tried[3] = fiw_step_run(memory->step, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
+  memory->tried[4] = fiw_graph_run(memory->graph, -1, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
   return NULL;
 }
 
@@ -1229,13 +1554,15 @@ static void test_allocator_and_busy(void) {
                                    &no_requests, &err),
            err);
   CHECK_OK(fiw_plan_decode(ws, no_requests, &spec, &step, &err), err);
-  memory.ws = ws;
   memory.p = &p;
   memory.step = step;
+  memory.graph = new_graph(ws, &p, NULL, 1);
+  memory.ws = ws;
   CHECK_OK(call_once(ws, &p, &p.lse.dl, &err), err);
   CHECK(memory.ws == NULL); /* the other thread has been there */
   for (int i = 0; i < COUNT(memory.tried); ++i) CHECK(memory.tried[i] == FIW_BUSY);
   fiw_step_free(step);
+  fiw_graph_free(memory.graph);
   fiw_page_table_free(no_requests);
   check_results(&p, "a call that another thread disturbed", 1);
   CHECK(memory.live > 0);
@@ -1260,6 +1587,8 @@ static void test_closed(void) {
   fiw_error err = new_error();
   const fiw_step_spec spec = spec_of(&p);
   CHECK_OK(plan(ws, &p, &spec, &step, &err), err);
+  fiw_graph* graph = new_graph(ws, &p, NULL, 1);
+  fiw_graph* late_graph = (fiw_graph*)&p;
   fiw_workspace_close(ws);
 #define CHECK_CLOSED(call) CHECK_FAILS(call, err, FIW_CLOSED, FIW_REASON_CLOSED_WORKSPACE, "closed")
   CHECK_CLOSED(call_once(ws, &p, NULL, &err));
@@ -1282,12 +1611,25 @@ static void test_closed(void) {
   CHECK_CLOSED(fiw_plan_prefill(ws, NULL, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_plan_verify(ws, -1, NULL, NULL, NULL, &err));
   CHECK_CLOSED(fiw_step_run(step, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_create(ws, NULL, &late_graph, &err));
+  CHECK(late_graph == NULL);
+  CHECK_CLOSED(fiw_graph_capture(graph, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_begin(graph, -1, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_run(graph, -1, NULL, NULL, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_append_kv(graph, NULL, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_prepare(graph, NULL, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_step(graph, NULL, NULL, &err));
+  CHECK_CLOSED(fiw_graph_replay(graph, -1, NULL, &err));
+  CHECK_CLOSED(fiw_graph_check(graph, NULL, &err));
+  CHECK(fiw_graph_num_buckets(graph) == 3);
   CHECK_OK(fiw_workspace_invalidate_runtime_cache(ws, &err), err);
   CHECK_OK(fiw_workspace_invalidate_prefill_runtime_cache(ws, &err), err);
   CHECK_OK(fiw_workspace_invalidate_verify_runtime_cache(ws, &err), err);
   fiw_workspace_free(ws);
   CHECK_CLOSED(fiw_step_run(step, &p.q.dl, &p.cache, &p.out.dl, NULL, &p.extras, NULL, &err));
+  CHECK_CLOSED(fiw_graph_step(graph, p.table, NULL, &err));
 #undef CHECK_CLOSED
+  fiw_graph_free(graph);
   fiw_step_free(step);
   fiw_step_free(NULL);
   destroy(&p);
@@ -2005,6 +2347,10 @@ int main(int argc, char** argv) {
   test_ragged_prefill();
   test_append();
   test_merge_states();
+  test_graphs();
+  test_graph_append();
+  test_live_graph();
+  test_bad_graphs();
   test_bad_arguments();
   test_closed();
   test_stats_and_invalidation();

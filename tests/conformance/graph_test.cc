@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "support/captured.h"
+#include "support/live_arrays.h"
 
 namespace fiw::test {
 namespace {
@@ -117,6 +118,19 @@ TEST_P(Graph, TreeMasks) {
   const PageTable table = captured.problem().table();
   GraphSession session = capture(captured);
   EXPECT_TRUE(step_is_right(session, captured, table));
+}
+
+TEST_P(Graph, MasksMayBeRewrittenBetweenSteps) {
+  Case c = verify_case(5);
+  c.mask = true;
+  c.kv_lens.assign(kMaxBatch, 200);
+  Captured captured(GetParam(), c, rng_);
+  GraphSession session = capture(captured);
+  for (int i = 0; i < 20; ++i) {
+    const PageTable table = captured.random_table(rng_.uniform(0, kMaxBatch), 200);
+    captured.follow(table);
+    ASSERT_TRUE(step_is_right(session, captured, table));
+  }
 }
 
 TEST_P(Graph, OneRequestGrowsWithinAPageAndBeyond) {
@@ -350,40 +364,6 @@ TEST_P(Graph, AppendsTheStepsTokens) {
   }
 }
 
-/// A page table in the workspace's memory that a test rewrites in place: same addresses, other contents.
-struct LiveArrays {
-  LiveArrays(int device, std::int32_t max_batch, std::int32_t max_pages)
-      : indptr(device, static_cast<std::size_t>(max_batch) + 1),
-        indices(device, static_cast<std::size_t>(max_pages)),
-        last_page_len(device, static_cast<std::size_t>(max_batch)) {}
-
-  void put(const PageTable& table) {
-    const auto batch = static_cast<std::size_t>(table.batch());
-    std::ranges::copy(table.indptr(), indptr.host().begin());
-    std::fill(indptr.host().begin() + static_cast<std::ptrdiff_t>(batch), indptr.host().end(), table.indptr().back());
-    std::ranges::copy(table.indices(), indices.host().begin());
-    std::ranges::fill(last_page_len.host(), 0);
-    std::ranges::copy(table.last_page_len(), last_page_len.host().begin());
-    upload();
-  }
-  void upload() {
-    indptr.upload();
-    indices.upload();
-    last_page_len.upload();
-  }
-  DevicePageTable view(std::int32_t page_size, std::int64_t num_pages) const {
-    return {.page_size = page_size,
-            .num_pages = num_pages,
-            .indptr = {indptr.device(), indptr.host().size()},
-            .indices = {indices.device(), indices.host().size()},
-            .last_page_len = {last_page_len.device(), last_page_len.host().size()}};
-  }
-
-  Mirror<std::int32_t> indptr;
-  Mirror<std::int32_t> indices;
-  Mirror<std::int32_t> last_page_len;
-};
-
 class LiveGraph : public Graph {
  protected:
   void start(const Case& c, bool plan_on_device) {
@@ -480,6 +460,59 @@ TEST_P(LiveGraph, WithoutDevicePlanningAStalePlanDoesNoWork) {
     ASSERT_TRUE(replay_is_right(table));
   }
   EXPECT_GT(session_->stats().trips, 0U);
+}
+
+// The page that a bad table names is one of the cache all the same, so that a write to it would show.
+TEST_P(LiveGraph, NothingIsAppendedToTheMistakenPagesOfABadTable) {
+  for (const bool plan_on_device : {true, false}) {
+    const Case c = verify_case(3);
+    captured_.emplace(GetParam(), c, rng_);
+    GraphOptions options = captured_->options(most_pages(c));
+    options.num_pages = captured_->num_pages() - 1;
+    arrays_.emplace(GetParam(), options.max_batch, options.max_pages);
+    options.live_table = arrays_->view(options.page_size, options.num_pages);
+    options.plan_on_device = plan_on_device;
+    session_.emplace(session_for(*captured_, options));
+    PagedCache& cache = captured_->problem().cache();
+    const std::int64_t rows = std::int64_t{kMaxBatch} * 3;
+    TestTensor k(GetParam(), DType::kBFloat16, rows, cache.shape().num_kv_heads, cache.shape().head_dim_qk,
+                 Spacing::kContiguous);
+    TestTensor v(GetParam(), DType::kBFloat16, rows, cache.shape().num_kv_heads, cache.shape().head_dim_vo,
+                 Spacing::kContiguous);
+    k.fill_normal(rng_);
+    v.fill_normal(rng_);
+    session_->capture(
+        [&](std::int32_t) {
+          session_->append_kv(k.device(), v.device(), cache.device());
+          captured_->run(*session_);
+        },
+        capturing(*session_));
+    const auto outside = static_cast<std::int32_t>(options.num_pages);
+    const std::vector<std::vector<std::int32_t>> pages{{1}, {outside}};
+    const std::vector<std::int32_t> lens{7, 9};
+    const PageTable table = PageTable::from_pages(c.page_size, captured_->num_pages(), pages, lens);
+    if (!plan_on_device) {
+      const std::vector<std::vector<std::int32_t>> within{{1}, {2}};
+      session_->prepare(PageTable::from_pages(c.page_size, options.num_pages, within, lens), stream_.get());
+    }
+    arrays_->put(table);
+    expect_stale(2, 1, "request 1 owns page " + std::to_string(outside));
+    EXPECT_TRUE(cache.device_matches_host());
+  }
+}
+
+TEST_P(LiveGraph, APreparedPlanServesItsOwnBucketOnly) {
+  start(decode_case(), false);
+  const PageTable table = captured_->random_table(3, 100);
+  arrays_->put(table);
+  expect_error(Status::kInvalidArgument, "not the one prepared last", [&] { session_->replay(3, stream_.get()); });
+  session_->prepare(table, stream_.get());
+  for (const std::int32_t batch : {1, 2, 5, 8}) {
+    expect_error(Status::kInvalidArgument, "not the one prepared last",
+                 [&] { session_->replay(batch, stream_.get()); });
+  }
+  EXPECT_TRUE(replay_is_right(table));
+  EXPECT_EQ(session_->stats().trips, 0U);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Graph, testing::ValuesIn(compiled_devices()), device_test_name);

@@ -13,6 +13,7 @@
 #include "gate.h"
 #include "plan/device_plan.h"
 #include "support/captured.h"
+#include "support/live_arrays.h"
 #include "support/schedule_view.h"
 
 namespace fiw::test {
@@ -144,6 +145,85 @@ TEST_F(CudaGraph, ACaptureOfTheCallersOwn) {
     ASSERT_TRUE(captured.check(table, bucket));
   }
   for (const auto& [batch, executable] : graphs) cudaGraphExecDestroy(executable);
+}
+
+TEST_F(CudaGraph, AGraphOfAnotherBucketThanThePreparedOneIsStopped) {
+  Captured captured(kDevice, decode_case(8), rng_);
+  const auto workspace = make_workspace(kDevice);
+  GraphOptions options = captured.options(8 * 44);
+  options.buckets = {4, 8};
+  LiveArrays arrays(kDevice, 8, options.max_pages);
+  options.live_table = arrays.view(options.page_size, options.num_pages);
+  options.plan_on_device = false;
+  const StepSpec spec = captured.spec();
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, options);
+  std::vector<cudaGraphExec_t> graphs(2);
+  for (std::size_t i = 0; i < 2; ++i) {
+    cudaGraph_t graph = nullptr;
+    ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
+    session.begin(options.buckets[i], stream());
+    captured.run(session);  // on the stream that begin() was given
+    ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&graphs[i], graph, 0), cudaSuccess);
+    cudaGraphDestroy(graph);
+  }
+  for (int round = 0; round < 20; ++round) {
+    const PageTable table = captured.random_table(round % 2 == 0 ? 4 : 8, 700);
+    const std::size_t right = table.batch() == 4 ? 0 : 1;
+    arrays.put(table);
+    session.prepare(table, stream());
+    ASSERT_EQ(cudaGraphLaunch(graphs[1 - right], stream()), cudaSuccess);
+    try {
+      session.check(stream());
+      ADD_FAILURE() << "a replay of the wrong bucket went unnoticed";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), Status::kStalePlan) << error.what();
+      EXPECT_EQ(error.index(), -1);
+      EXPECT_NE(std::string(error.what()).find("the plan was made for that of"), std::string::npos) << error.what();
+    }
+    // What was prepared serves all the same, and again.
+    for (int i = 0; i < 2; ++i) {
+      captured.problem().poison_outputs();
+      ASSERT_EQ(cudaGraphLaunch(graphs[right], stream()), cudaSuccess);
+      session.check(stream());
+      ASSERT_TRUE(captured.check(table, options.buckets[right])) << "round " << round;
+    }
+  }
+  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+}
+
+TEST_F(CudaGraph, StepsAreRecordedInCapturesAndPreparedAndReplayedOutsideThem) {
+  Captured captured(kDevice, decode_case(4), rng_);
+  const auto workspace = make_workspace(kDevice);
+  const StepSpec spec = captured.spec();
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(4 * 44));
+  const auto refused = [](const std::string& part, const auto& call) {
+    try {
+      call();
+      ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  };
+  refused("stream is not being captured", [&] { session.begin(4, stream()); });
+  session.capture([&](std::int32_t) { captured.run(session); }, stream());
+  const PageTable table = captured.random_table(4, 700);
+  session.step(table, stream());
+
+  ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
+  session.begin(4, stream());
+  refused("the stream is being captured", [&] { session.prepare(captured.random_table(4, 700), stream()); });
+  refused("stream is being captured", [&] { session.replay(4, stream()); });
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  refused("stream is not being captured", [&] { captured.run(session); });
+
+  // The step that could not be prepared left the last one in force.
+  captured.problem().poison_outputs();
+  session.replay(4, stream());
+  session.check(stream());
+  EXPECT_TRUE(captured.check(table, 4));
 }
 
 TEST_F(CudaGraph, CallsThatAGraphWouldRepeatWronglyAreRefused) {

@@ -27,6 +27,8 @@ class Captured {
 
   /// A table of `batch` requests of up to `max_len` tokens, some without any, on any pages.
   PageTable random_table(std::int32_t batch, std::int32_t max_len);
+  /// Before a step with this table where the layer has a mask: makes one for it, in place.
+  void follow(const PageTable& table) { problem_.set_table(padded(table)); }
   /// The layer's call, within a capture.
   void run(GraphSession& session, std::size_t kind = 0);
   /// Checks what a step with this table left in the outputs, of a bucket of `bucket` requests: all its rows against the

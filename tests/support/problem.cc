@@ -161,6 +161,13 @@ void Problem::make_mask() {
   std::vector<std::int32_t> indptr;
   std::vector<std::uint8_t> packed = pack_mask(booleans, case_.qo_lens, case_.kv_lens, indptr);
   if (packed.empty()) packed.push_back(0);  // so that its address is not null
+  if (mask_ && packed.size() <= mask_->host().size() && indptr.size() == mask_indptr_->host().size()) {
+    std::ranges::copy(packed, mask_->host().begin());
+    mask_->upload();
+    mask_indptr_->host() = std::move(indptr);
+    mask_indptr_->upload();
+    return;
+  }
   mask_.emplace(device_, std::move(packed));
   mask_indptr_.emplace(device_, std::move(indptr));
 }
@@ -359,8 +366,10 @@ void Problem::spoil_query(std::int64_t row, std::int32_t qo_head, std::int32_t d
 }
 
 void Problem::set_table(PageTable table) {
+  if (table == table_) return;
   table_ = std::move(table);
   case_.kv_lens.assign(table_.kv_lens().begin(), table_.kv_lens().end());
+  if (case_.mask) make_mask();
 }
 
 bool Problem::grow_by(FlashInferWorkspace& workspace, const std::vector<std::int32_t>& tokens) {

@@ -75,7 +75,8 @@ class Problem {
   /// has it.
   void spoil(bool key, std::int32_t request, std::int32_t token, std::int32_t kv_head, std::int32_t d, float value);
   void spoil_query(std::int64_t row, std::int32_t qo_head, std::int32_t d, float value);
-  /// Replaces the page table by another over the same cache, for as many requests; of cases without a mask.
+  /// Replaces the page table by another over the same cache, for as many requests. A mask is made anew, at the same
+  /// addresses if it needs no more bytes than the first one.
   void set_table(PageTable table);
 
   const Case& description() const { return case_; }

@@ -32,6 +32,7 @@ struct Args {
   DevicePlan plans[kMostParts];
   LiveTable table;
   std::int32_t* kv_lens;
+  const std::int32_t* prepared;
   const std::int32_t* prepared_indptr;
   std::int32_t batch;
   GraphAlarm* alarm;
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
   const Schedule& schedule = args.schedules[blockIdx.x];
   const DevicePlan& plan = args.plans[blockIdx.x];
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const bool stale_check = args.prepared_indptr != nullptr;
+  const bool stale_check = args.prepared != nullptr;
 
   // The first request at fault is told of: threads agree on it, then the one that found it says what is wrong.
   if (thread == 0) {
@@ -124,6 +125,9 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
     if (mine.reason == Reason::kNone) mine = f;
     atomicMin(&at_fault, f.request);
   };
+  if (stale_check && thread == 0 && *args.prepared != args.batch) {
+    found({Reason::kBatch, 0, args.batch, *args.prepared});
+  }
   for (std::int32_t r = thread; r < args.batch; r += kThreads) {
     const LiveFault f = check_extent(table, r);
     if (f.reason != Reason::kNone) {
@@ -163,6 +167,7 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
     if (schedule.merge_indptr != nullptr) {
       for (std::int32_t row = thread; row <= args.batch * plan.qo_len; row += kThreads) schedule.merge_indptr[row] = 0;
     }
+    for (std::int32_t r = thread; blockIdx.x == 0 && r < args.batch; r += kThreads) args.kv_lens[r] = 0;
     if (thread == 0 && blockIdx.x == 0) {
       args.alarm->reason = static_cast<std::int32_t>(fault.reason);
       args.alarm->request = fault.request;
@@ -175,15 +180,10 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
     return;
   }
 
+  // A prepared plan is written again, too: a trip, or a step of another bucket, may have been where it was.
+  const std::int32_t pages_a_chunk =
+      stale_check ? (args.prepared[1 + blockIdx.x] - 1) / plan.page_size + 1 : chunk_pages;
   std::int32_t carried = 0;
-  const std::int32_t chunk = stale_check ? 0 : chunk_pages;
-  if (stale_check) {
-    // A trip may have taken the work away: the chunk in place says how much there is.
-    const std::int32_t tokens = *schedule.kv_chunk_size;
-    if (thread == 0) chunk_pages = max((tokens - 1) / plan.page_size + 1, 1);
-    __syncthreads();
-  }
-  const std::int32_t pages_a_chunk = stale_check ? chunk_pages : chunk;
   for (std::int32_t base = 0; base < args.batch; base += kThreads) {
     const std::int32_t r = base + thread;
     const std::int32_t chunks = r < args.batch ? (walked[r] - 1) / pages_a_chunk + 1 : 0;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
     }
   }
   if (thread == 0) {
-    if (!stale_check) *schedule.kv_chunk_size = whole_chunk_tokens(chunk, plan.page_size);
+    *schedule.kv_chunk_size = whole_chunk_tokens(pages_a_chunk, plan.page_size);
     *schedule.total_num_rows = args.batch * plan.qo_len;
   }
 }
@@ -240,6 +240,7 @@ cudaError_t replan(const ReplanLaunch& launch, cudaStream_t stream) {
                       .max_pages = launch.max_pages,
                       .num_pages = launch.num_pages},
             .kv_lens = launch.kv_lens,
+            .prepared = launch.prepared,
             .prepared_indptr = launch.prepared_indptr,
             .batch = launch.batch,
             .alarm = launch.alarm};
