@@ -309,6 +309,17 @@ typedef struct fiw_allocator {
 
 FIW_API void fiw_allocator_init(fiw_allocator* allocator, size_t struct_size);
 
+/// Which CUDA kernels serve a call, wherever they can. For tests and measurements.
+typedef enum fiw_cuda_route {
+  FIW_CUDA_ROUTE_UNSET = -1,        ///< as FIW_CUDA_ROUTE in the environment says at create, or the table
+  FIW_CUDA_ROUTE_TABLE = 0,         ///< what is expected to take the least time
+  FIW_CUDA_ROUTE_CORE = 1,          ///< FlashInfer's CUDA-core decode
+  FIW_CUDA_ROUTE_TILE = 2,          ///< FlashInfer's FA2 tiles
+  FIW_CUDA_ROUTE_HOPPER = 3,        ///< FA3 over contiguous K and V
+  FIW_CUDA_ROUTE_HOPPER_PAGED = 4,  ///< FA3 over pages
+  FIW_CUDA_ROUTE_ANY = 5            ///< the general kernel, which serves everything
+} fiw_cuda_route;
+
 typedef struct fiw_workspace_options {
   size_t struct_size;
   size_t workspace_bytes;              ///< float scratch hint; 0: sized from `limits`, else a default that grows
@@ -320,10 +331,12 @@ typedef struct fiw_workspace_options {
   int32_t cache_entries;               ///< plans kept in each of the three scopes, and device page tables, 1..1024
   int32_t verify_cuda_graph;  ///< captured verify graphs: 0 off, 1 on, -1 as SMILE_VERIFY_CUDA_GRAPH says at create;
                               ///< without effect on the CPU
+  int32_t cuda_route;         ///< a fiw_cuda_route; without effect on the CPU
+  int32_t reserved;           ///< 0
 } fiw_workspace_options;
 
 #define FIW_WORKSPACE_OPTIONS_INIT \
-  { sizeof(fiw_workspace_options), 0, NULL, NULL, NULL, 0, 0, 16, -1 }
+  { sizeof(fiw_workspace_options), 0, NULL, NULL, NULL, 0, 0, 16, -1, FIW_CUDA_ROUTE_UNSET, 0 }
 
 FIW_API void fiw_workspace_options_init(fiw_workspace_options* options, size_t struct_size);
 

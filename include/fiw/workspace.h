@@ -63,6 +63,16 @@ struct PlanOptions {
   friend bool operator==(const PlanOptions&, const PlanOptions&) = default;
 };
 
+/// Which CUDA kernels serve a call, wherever they can; docs/cuda-routes.md describes them. For tests and measurements.
+enum class CudaRoute : std::uint8_t {
+  kTable,        ///< what is expected to take the least time
+  kCore,         ///< FlashInfer's CUDA-core decode
+  kTile,         ///< FlashInfer's FA2 tiles
+  kHopper,       ///< FA3 over contiguous K and V
+  kHopperPaged,  ///< FA3 over pages
+  kAny,          ///< the general kernel, which serves everything
+};
+
 struct WorkspaceOptions {
   std::size_t workspace_bytes = 0;  ///< float scratch hint; 0: sized from `limits`, else a default that grows
   /// Never grow: what does not fit is kWorkspaceTooSmall with the bytes needed. Needs `workspace_bytes` or `limits`.
@@ -74,6 +84,9 @@ struct WorkspaceOptions {
   /// Captured speculative-verify graphs; unset: on when the environment has SMILE_VERIFY_CUDA_GRAPH=1 at create, the
   /// name that its first caller, an engine, gave it. On the CPU there are no graphs, and it changes nothing.
   std::optional<bool> verify_cuda_graph{};
+  /// Unset: as FIW_CUDA_ROUTE in the environment says at create ("core", "tile", "hopper", "hopper_paged", "any"), or
+  /// kTable. Without effect on the CPU.
+  std::optional<CudaRoute> cuda_route{};
   Allocator allocator{};  ///< unset callbacks: the backend's own
 };
 

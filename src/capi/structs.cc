@@ -26,7 +26,7 @@ FIW_ASSERT_ENDS_WITH(fiw_attention_params, logits_soft_cap);
 FIW_ASSERT_ENDS_WITH(fiw_workspace_limits, reserved);
 FIW_ASSERT_ENDS_WITH(fiw_plan_options, fixed_split_tokens);
 FIW_ASSERT_ENDS_WITH(fiw_allocator, context);
-FIW_ASSERT_ENDS_WITH(fiw_workspace_options, verify_cuda_graph);
+FIW_ASSERT_ENDS_WITH(fiw_workspace_options, reserved);
 FIW_ASSERT_ENDS_WITH(fiw_kv_cache, reserved);
 FIW_ASSERT_ENDS_WITH(fiw_attention_extras, mask_indptr);
 FIW_ASSERT_ENDS_WITH(fiw_step_spec, custom_mask);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "core/schedule.h"
@@ -130,6 +131,6 @@ class Backend {
 /// The CPU backend with `num_threads` threads (0: OpenMP's default).
 std::unique_ptr<Backend> make_cpu_backend(std::int32_t num_threads, const Allocator& allocator);
 /// The backend of CUDA device `device`; throws kNoDevice when there is none. Not linked in without FIW_HAS_CUDA.
-std::unique_ptr<Backend> make_cuda_backend(int device, const Allocator& allocator);
+std::unique_ptr<Backend> make_cuda_backend(int device, const Allocator& allocator, std::optional<CudaRoute> route = {});
 
 }  // namespace fiw

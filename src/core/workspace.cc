@@ -14,7 +14,7 @@ namespace {
 
 std::unique_ptr<Backend> make_backend([[maybe_unused]] int device_index, const WorkspaceOptions& options) {
 #ifdef FIW_HAS_CUDA
-  if (device_index != kCpuDevice) return make_cuda_backend(device_index, options.allocator);
+  if (device_index != kCpuDevice) return make_cuda_backend(device_index, options.allocator, options.cuda_route);
 #endif
   return make_cpu_backend(options.num_threads, options.allocator);
 }

@@ -101,7 +101,7 @@ bool is_contiguous(const Tensor& t) noexcept {
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(int device, const Allocator& allocator);
+  CudaBackend(int device, const Allocator& allocator, std::optional<CudaRoute> route);
   CudaBackend(const CudaBackend&) = delete;
   CudaBackend& operator=(const CudaBackend&) = delete;
   ~CudaBackend() override;
@@ -189,8 +189,8 @@ class CudaBackend::Temporary {
   std::byte* memory_;
 };
 
-CudaBackend::CudaBackend(int device, const Allocator& allocator)
-    : device_(device), allocator_(allocator), route_(route_from_environment()) {
+CudaBackend::CudaBackend(int device, const Allocator& allocator, std::optional<CudaRoute> route)
+    : device_(device), allocator_(allocator), route_(route ? *route : route_from_environment()) {
   measure();
   check(load_merge_kernels(), "loading the merge kernels");
   check(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
@@ -651,10 +651,10 @@ void CudaBackend::merge(const MergeLaunch& launch) {
 
 }  // namespace cuda
 
-std::unique_ptr<Backend> make_cuda_backend(int device, const Allocator& allocator) {
+std::unique_ptr<Backend> make_cuda_backend(int device, const Allocator& allocator, std::optional<CudaRoute> route) {
   cuda::require_device(device);
   const cuda::DeviceGuard guard(device);
-  return std::make_unique<cuda::CudaBackend>(device, allocator);
+  return std::make_unique<cuda::CudaBackend>(device, allocator, route);
 }
 
 }  // namespace fiw

@@ -101,10 +101,10 @@ Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept 
   Costs costs{.tile = kTileSlowness * rows * batch * params.num_qo_heads * a_row,
               .contiguous = hopper + kOperationsPerCopiedByte * copied,
               .pages = pages_slowness * hopper};
-  // Of the general kernel nothing is worse. With mostly empty tiles FA3 spends its time on reading keys for each head.
+  // Of the general kernel nothing is worse. With mostly empty tiles FA3 does not earn the copy that comes first.
   if (!tile_is_built(spec)) {
     costs.tile = std::numeric_limits<double>::infinity();
-  } else if (2 * request.total_rows < 3 * tile_tokens * request.batch) {
+  } else if (2 * request.total_rows < 3 * tile_tokens * request.batch && !pages_serve(request)) {
     costs.tile = 0;
   }
   return costs;

@@ -8,15 +8,7 @@
 
 namespace fiw::cuda {
 
-/// What FIW_CUDA_ROUTE asks for.
-enum class RouteChoice : std::uint8_t {
-  kTable,        ///< unset or empty: the table decides
-  kCore,         ///< "core": CUDA-core decode where it can serve a call
-  kTile,         ///< "tile": FlashInfer's FA2 tiles
-  kHopper,       ///< "hopper": FA3 over contiguous K and V where it can serve a call
-  kHopperPaged,  ///< "hopper_paged": FA3 over pages where it can serve a call
-  kAny,          ///< "any": attend_any for everything
-};
+using RouteChoice = CudaRoute;
 
 /// The family whose schedule serves a request; kUnsupported naming the option where only another build would serve it.
 KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, RouteChoice choice);

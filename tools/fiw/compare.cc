@@ -7,12 +7,13 @@
 
 namespace fiw::cli {
 
-Tolerance output_tolerance(DType dtype) noexcept {
+Tolerance output_tolerance(DType dtype, int device) noexcept {
+  const bool tensor_cores = device != kCpuDevice;
   switch (dtype) {
     case DType::kBFloat16:
-      return {1e-3, 0x1p-8};
+      return tensor_cores ? Tolerance{6e-3, 0x3p-8} : Tolerance{1e-3, 0x1p-8};
     case DType::kFloat16:
-      return {1e-3, 0x1p-10};
+      return tensor_cores ? Tolerance{2e-3, 0x3p-10} : Tolerance{1e-3, 0x1p-10};
     default:
       return {1e-4, 1e-4};
   }

@@ -1,7 +1,5 @@
 // One block a kind of layer. The first warp looks for the chunk while the others look over the pages; then all write.
 // The arithmetic is that of the planners on the host, whose schedules these equal entry for entry.
-#include <cub/block/block_scan.cuh>
-
 #include "cuda/replan/replan.h"
 #include "plan/chunk_search.h"
 #include "plan/live_table.h"
@@ -46,9 +44,10 @@ struct WarpItems {
 
   __device__ std::int64_t operator()(std::int32_t chunk_pages) const {
     unsigned chunks = 0;
+    // Rounded up: halfway between two integers, a quotient of 32-bit numbers is never rounded across one.
+    const double inverse = 1.0 / chunk_pages;
     for (std::int32_t r = threadIdx.x % kWarp; r < batch; r += kWarp) {
-      chunks += (static_cast<unsigned>(walked[r]) + static_cast<unsigned>(chunk_pages) - 1) /
-                static_cast<unsigned>(chunk_pages);
+      chunks += static_cast<unsigned>((walked[r] + (chunk_pages - 0.5)) * inverse);
     }
     return std::int64_t{tiles} * __reduce_add_sync(kAllLanes, chunks);
   }
@@ -78,6 +77,25 @@ __device__ std::int32_t find_chunk(const DevicePlan& plan, const std::int32_t* w
                       plan.grid);
 }
 
+/// Writes the chunks before each request, and their total behind them; by one warp.
+__device__ void count_chunks(const std::int32_t* walked, std::int32_t batch, std::int32_t chunk_pages,
+                             std::int32_t* first_chunk) {
+  const std::int32_t lane = threadIdx.x % kWarp;
+  std::int32_t total = 0;
+  for (std::int32_t base = 0; base < batch; base += kWarp) {
+    const std::int32_t r = base + lane;
+    const std::int32_t chunks = r < batch ? (walked[r] - 1) / chunk_pages + 1 : 0;
+    std::int32_t sum = chunks;
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+      const std::int32_t before = __shfl_up_sync(kAllLanes, sum, offset);
+      if (lane >= offset) sum += before;
+    }
+    if (r < batch) first_chunk[r] = total + sum - chunks;
+    total += __shfl_sync(kAllLanes, sum, kWarp - 1);
+  }
+  if (lane == 0) first_chunk[batch] = total;
+}
+
 /// The last request whose first item, or page, is at or before `index`.
 __device__ std::int32_t owner(const std::int32_t* first, std::int32_t batch, std::int32_t index) {
   std::int32_t low = 0;
@@ -100,8 +118,6 @@ __device__ void write_valid(const Schedule& schedule, std::int32_t items) {
 }
 
 __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant__ Args args) {
-  using Scan = cub::BlockScan<std::int32_t, kThreads>;
-  __shared__ typename Scan::TempStorage scan;
   __shared__ std::int32_t walked[kMostRequests];
   __shared__ std::int32_t first_chunk[kMostRequests + 1];
   __shared__ std::int32_t at_fault;
@@ -147,15 +163,28 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
   __syncthreads();  // all have read it before the pages' faults are written to it
   if (extents_hold) {
     if (thread < kWarp) {
-      if (!stale_check) {
-        const std::int32_t chunk = find_chunk(plan, walked, args.batch);
-        if (thread == 0) chunk_pages = chunk;
-      }
+      const std::int32_t chunk =
+          stale_check ? (args.prepared[1 + blockIdx.x] - 1) / plan.page_size + 1 : find_chunk(plan, walked, args.batch);
+      count_chunks(walked, args.batch, chunk, first_chunk);
+      if (thread == 0) chunk_pages = chunk;
     } else {
+      // Several at a time: the loads are what takes time.
+      constexpr int kAtOnce = 8;
+      constexpr std::int32_t kStride = kThreads - kWarp;
       const std::int32_t entries = table.indptr[args.batch];
-      for (std::int32_t entry = thread - kWarp; entry < entries; entry += kThreads - kWarp) {
-        if (check_page(table, 0, entry).reason == Reason::kNone) continue;
-        found(check_page(table, owner(table.indptr, args.batch, entry), entry));
+      for (std::int32_t first = thread - kWarp; first < entries; first += kStride * kAtOnce) {
+        std::int32_t pages[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const std::int32_t entry = first + i * kStride;
+          pages[i] = entry < entries ? table.indices[entry] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (pages[i] >= 0 && pages[i] < table.num_pages) continue;
+          const std::int32_t entry = first + i * kStride;
+          found(check_page(table, owner(table.indptr, args.batch, entry), entry));
+        }
       }
     }
   }
@@ -181,23 +210,7 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
   }
 
   // A prepared plan is written again, too: a trip, or a step of another bucket, may have been where it was.
-  const std::int32_t pages_a_chunk =
-      stale_check ? (args.prepared[1 + blockIdx.x] - 1) / plan.page_size + 1 : chunk_pages;
-  std::int32_t carried = 0;
-  for (std::int32_t base = 0; base < args.batch; base += kThreads) {
-    const std::int32_t r = base + thread;
-    const std::int32_t chunks = r < args.batch ? (walked[r] - 1) / pages_a_chunk + 1 : 0;
-    std::int32_t before = 0;
-    std::int32_t total = 0;
-    Scan(scan).ExclusiveSum(chunks, before, total);
-    if (r < args.batch) first_chunk[r] = carried + before;
-    carried += total;
-    __syncthreads();
-  }
-  if (thread == 0) first_chunk[args.batch] = carried;
-  __syncthreads();
-
-  const std::int32_t items = carried * plan.tiles;
+  const std::int32_t items = first_chunk[args.batch] * plan.tiles;
   write_valid(schedule, items);
   for (std::int32_t i = thread; i < schedule.padded_items; i += kThreads) {
     std::int32_t request = 0;
@@ -225,7 +238,7 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
     }
   }
   if (thread == 0) {
-    *schedule.kv_chunk_size = whole_chunk_tokens(pages_a_chunk, plan.page_size);
+    *schedule.kv_chunk_size = whole_chunk_tokens(chunk_pages, plan.page_size);
     *schedule.total_num_rows = args.batch * plan.qo_len;
   }
 }
