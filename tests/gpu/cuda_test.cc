@@ -285,7 +285,7 @@ TEST_F(Cuda, TablesAreReadInStreamOrder) {
   const auto workspace = make_workspace(kDevice);
   const OwnedStream stream;
   const Mirror<std::int32_t> indptr(kDevice, {0, 2});
-  const Mirror<std::int32_t> last_page_len(kDevice, {5});
+  const Mirror<std::int32_t> last_page_len(kDevice, std::vector<std::int32_t>{5});
   const Mirror<std::int32_t> indices(kDevice, {3, 4});
   const Mirror<std::int32_t> fresh(kDevice, {8, 9});
   std::vector<std::int32_t> kept;

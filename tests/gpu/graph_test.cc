@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -69,7 +70,14 @@ TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
                        .graph = true,
                        .max_batch = batch,
                        .max_pages = indptr.back() + 5};
-    const Planned planned(family, device, work, policy);
+    std::optional<Planned> made;
+    try {
+      made.emplace(family, device, work, policy);
+    } catch (const Error& error) {
+      ASSERT_EQ(error.reason(), Reason::kSizeOverflow) << error.what();  // partial outputs beyond 32-bit offsets
+      continue;
+    }
+    const Planned& planned = *made;
 
     Mirror<std::int32_t> device_indptr(kDevice, indptr);
     Mirror<std::int32_t> indices(kDevice, std::vector<std::int32_t>(static_cast<std::size_t>(indptr.back()) + 1, 0));
