@@ -112,8 +112,8 @@ struct PagedCall {
   float* lse = nullptr;
   AttentionExtras extras;
 };
-/// `extras` are those of `batch` requests.
+/// `given` are the extras of `batch` requests.
 PagedCall paged_call(const DLTensor* q, const fiw_kv_cache* kv, std::int32_t batch, const DLTensor* out,
-                     const DLTensor* lse, const fiw_attention_extras* extras);
+                     const DLTensor* lse, const fiw_attention_extras* given);
 
 }  // namespace fiw::capi

@@ -2,7 +2,7 @@
 #include "fiw/graph.h"
 
 #include <cstring>
-#include <string>
+#include <functional>
 #include <vector>
 
 #include "capi/convert.h"
@@ -28,6 +28,7 @@ std::vector<fiw::StepSpec> kinds_of(const fiw_graph_options& given) {
   }
   capi::require(given.kinds, "options.kinds");
   std::vector<fiw::StepSpec> kinds;
+  kinds.reserve(static_cast<std::size_t>(given.num_kinds));
   for (std::int32_t i = 0; i < given.num_kinds; ++i) {
     kinds.push_back(capi::step_spec(fmt::format("options.kinds[{}]", i).c_str(), given.kinds[i]));
   }
