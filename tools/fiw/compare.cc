@@ -7,12 +7,13 @@
 
 namespace fiw::cli {
 
-Tolerance output_tolerance(DType dtype) noexcept {
+Tolerance output_tolerance(DType dtype, int device) noexcept {
+  const double roundings = device == kCpuDevice ? 1.0 : 3.0;
   switch (dtype) {
     case DType::kBFloat16:
-      return {1e-3, 0x1p-8};
+      return {roundings * 1e-3, roundings * 0x1p-8};
     case DType::kFloat16:
-      return {1e-3, 0x1p-10};
+      return {roundings * 1e-3, roundings * 0x1p-10};
     default:
       return {1e-4, 1e-4};
   }

@@ -13,8 +13,9 @@ struct Tolerance {
   double relative = 0.0;
 };
 
-/// For outputs of a type: one rounding to it, and float32 sums of values around 1.
-Tolerance output_tolerance(DType dtype) noexcept;
+/// For outputs of a type: one rounding to it, and float32 sums of values around 1. A device's tensor cores also round
+/// the softmax's weights to a 16-bit type, and so are partial results of split keys: three times as much there.
+Tolerance output_tolerance(DType dtype, int device = kCpuDevice) noexcept;
 /// For LSE values, always float32.
 inline constexpr Tolerance kLseTolerance{1e-3, 0.0};
 
