@@ -7,6 +7,7 @@
 
 #include "compare.h"
 #include "fiw/graph.h"
+#include "graph_shape.h"
 #include "trace.h"
 
 namespace fiw::bench {
@@ -17,7 +18,7 @@ struct TraceReplay {
   std::int64_t requests = 0;    ///< finished
   std::int64_t recaptures = 0;  ///< after the one capture of each bucket
   std::int64_t rows = 0;        ///< compared with the reference
-  cli::ErrorGauge errors{cli::output_tolerance(DType::kBFloat16, 0)};
+  cli::ErrorGauge errors{cli::output_tolerance(DType::kBFloat16, kDevice)};
   GraphStats stats{};
   double seconds = 0;
 

@@ -62,7 +62,7 @@ class RowChecks : public SeededTest {
       while (rehearsal.next(step)) rehearsal.finish(step);
       totals = rehearsal.totals();
     }
-    RowCheck check(rows, totals, kLayers, params_, DType::kFloat32, kCpuDevice, options_.seed);
+    RowCheck check(rows, totals, kLayers, params_, output_tolerance(DType::kFloat32), options_.seed);
     const TokenData data(options_.seed, params_);
     Scheduler scheduler(trace_, options_);
     ScheduledStep step;

@@ -13,8 +13,8 @@ struct Tolerance {
   double relative = 0.0;
 };
 
-/// For outputs of a type: one rounding to it, and float32 sums of values around 1. Tensor cores round the softmax's
-/// weights to that type as well, and split keys keep partial results in it: three roundings on a CUDA device.
+/// For outputs of a type: one rounding to it, and float32 sums of values around 1. A device's tensor cores also round
+/// the softmax's weights to a 16-bit type, and so are partial results of split keys: three times as much there.
 Tolerance output_tolerance(DType dtype, int device = kCpuDevice) noexcept;
 /// For LSE values, always float32.
 inline constexpr Tolerance kLseTolerance{1e-3, 0.0};

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "commands.h"
+#include "compare.h"
 #include "device.h"
 #include "engine.h"
 #include "fiw/error.h"
@@ -340,8 +341,8 @@ int run_replay(ReplayOptions options) {
     options.engine.max_table_pages = sum_of_largest(std::move(largest), options.batching.max_batch);
     const SchedulerTotals expected = rehearse(trace, options.batching);
     Engine engine(options.engine, scheduler);
-    RowCheck check(options.verify, expected, options.engine.layers, params, options.engine.dtype, options.engine.device,
-                   options.engine.seed);
+    RowCheck check(options.verify, expected, options.engine.layers, params,
+                   output_tolerance(options.engine.dtype, options.engine.device), options.engine.seed);
     std::unique_ptr<ChromeTrace> chrome;
     if (!options.trace_out.empty()) chrome = std::make_unique<ChromeTrace>(options.trace_out);
     ReplayTimes times;

@@ -29,8 +29,8 @@ std::vector<std::int64_t> choose(std::int64_t count, std::int64_t total, std::ui
 }  // namespace
 
 RowCheck::RowCheck(std::int64_t rows, const SchedulerTotals& totals, std::int32_t layers, const AttentionParams& params,
-                   DType out_dtype, int device, std::uint64_t seed)
-    : params_(params), out_errors_(output_tolerance(out_dtype, device)) {
+                   const Tolerance& out_tolerance, std::uint64_t seed)
+    : params_(params), out_errors_(out_tolerance) {
   const std::int64_t prefill = totals.prefill_rows * layers;
   const std::int64_t decode = totals.decode_rows * layers;
   rows = std::min(rows, prefill + decode);

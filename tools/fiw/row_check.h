@@ -30,7 +30,7 @@ class RowCheck {
   /// Chooses `rows` (or all, if there are fewer) of the `totals` rows x `layers` that a replay will compute: half of
   /// each kind where possible, and each kind's spread evenly over the whole run, with a random place in every stretch.
   RowCheck(std::int64_t rows, const SchedulerTotals& totals, std::int32_t layers, const AttentionParams& params,
-           DType out_dtype, int device, std::uint64_t seed);
+           const Tolerance& out_tolerance, std::uint64_t seed);
 
   /// To be called after every attention call, before the step is finished; looks at the chosen rows among the call's.
   void check(Work work, const Scheduler& scheduler, const TokenData& data, std::int64_t step, std::int32_t layer,
