@@ -117,14 +117,18 @@ def recorded(run):
     return call
 
 
+class CpuGenerator(torch.Generator):
+    def __new__(cls, device: object = "cpu") -> CpuGenerator:
+        return super().__new__(cls, on_cpu(device))
+
+
 class NoStream:
     def wait_stream(self, other: NoStream) -> None:
         pass
 
 
 def replace_gpu() -> None:
-    generator = torch.Generator
-    torch.Generator = lambda device="cpu": generator(on_cpu(device))
+    torch.Generator = CpuGenerator
     torch.cuda.Stream = torch.cuda.current_stream = NoStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.CUDAGraph = Graph
