@@ -165,6 +165,7 @@ class Tally:
         self.counts = collections.defaultdict(collections.Counter)
         self.reasons = collections.defaultdict(collections.Counter)
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         by_test = collections.defaultdict(list)
         for item in items:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 import fiw
-
 from fiw.compat.flashinfer._terms import (
     BASE_2,
     LseForm,
@@ -19,14 +18,14 @@ from fiw.compat.flashinfer._terms import (
     alibi_shift,
     alibi_slopes,
     check_not_capturing,
-    dense_rows,
     host_int32,
     scalar,
     unpack_paged_kv_cache,
 )
 
-
 Plan = TypeVar("Plan")
+
+_MAX_VERIFY_WINDOW = 64
 
 
 def page_table(
@@ -67,16 +66,20 @@ class PagedPlan:
         head_dims: tuple[int, int],
         dtypes: tuple[torch.dtype, torch.dtype],
         variant: Variant,
+        *,
+        window: int = 0,
         mask: fiw.PackedMask | None = None,
     ) -> None:
+        """`window`: the query tokens of every request, where plan() was told that they are as many; else 0."""
         self.variant = variant
-        self.q_dtype, self.kv_dtype = dtypes
-        self.num_rows = int(qo_indptr[-1])
         self._workspace = workspace
         self._table = table
         self._qo_indptr = qo_indptr
         self._heads = heads
         self._head_dims = head_dims
+        self._dtypes = dtypes
+        all_ones = mask is None and bool(np.all(np.diff(qo_indptr) == 1))
+        self._window = 1 if all_ones else window
         self._mask = mask
         self._steps: dict[tuple[Variant, bool], fiw.AttentionStep] = {}
         self._alibi_shift: torch.Tensor | None = None
@@ -90,8 +93,8 @@ class PagedPlan:
                 num_kv_heads=self._heads[1],
                 head_dim_qk=self._head_dims[0],
                 head_dim_vo=self._head_dims[1],
-                q_dtype=self.q_dtype,
-                kv_dtype=self.kv_dtype,
+                q_dtype=self._dtypes[0],
+                kv_dtype=self._dtypes[1],
                 lse=True,
                 sinks=sinks,
                 alibi=variant.alibi,
@@ -102,9 +105,10 @@ class PagedPlan:
         return self._steps[key]
 
     def _plan(self, spec: fiw.StepSpec) -> fiw.AttentionStep:
-        qo_lens = np.diff(self._qo_indptr)
-        if qo_lens.size == self._table.batch and np.all(qo_lens == 1) and self._mask is None:
+        if self._window == 1:
             return self._workspace.plan_decode(self._table, spec)
+        if 1 < self._window <= _MAX_VERIFY_WINDOW:
+            return self._workspace.plan_verify(self._window, self._table, spec)
         return self._workspace.plan_prefill(self._qo_indptr, self._table, spec)
 
     def run(
@@ -127,7 +131,7 @@ class PagedPlan:
         variant = self.variant
         if window_left is not None:
             variant = replace(variant, window_left=max(-1, window_left))
-        k, v = (dense_rows(side) for side in unpack_paged_kv_cache(paged_kv_cache, kv_layout))
+        k, v = (side.detach() for side in unpack_paged_kv_cache(paged_kv_cache, kv_layout))
         # Logits take k_scale and q_scale alike, and a cache's scales are no part of a plan.
         cache = fiw.KvCache(
             k,
@@ -142,7 +146,7 @@ class PagedPlan:
             out = torch.empty(*q.shape[:-1], self._head_dims[1], dtype=q.dtype, device=q.device)
         natural = lse_form.buffer(q, lse) if return_lse else None
         step.run(
-            dense_rows(q),
+            q.detach(),
             cache,
             sinks=sinks,
             alibi_slopes=alibi_slopes(self._heads[0], q.device) if variant.alibi else None,

@@ -136,12 +136,6 @@ def host_int32(name: str, tensor: torch.Tensor) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Without gradient, and with the last axis contiguous; other axes keep their strides."""
-    tensor = tensor.detach()
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def unpack_paged_kv_cache(paged_kv_cache: PagedKv, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, [num_pages, page...] each; a cache of page size 1 may lack its token axis."""
     token_axis = 1 if kv_layout == "NHD" else 2

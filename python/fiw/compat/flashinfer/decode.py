@@ -185,6 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             (head_dim, head_dim),
             dtypes,
             variant,
+            window=q_len_per_req,
         )
         self._batch_size = batch_size
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 import fiw
-
 from fiw.compat.flashinfer._graph import FixedBuffers
 from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned
 from fiw.compat.flashinfer._terms import (
@@ -25,7 +24,6 @@ from fiw.compat.flashinfer._terms import (
     check_backend,
     check_kv_layout,
     check_not_capturing,
-    dense_rows,
     host_int32,
     is_fp8,
     refuse,
@@ -117,9 +115,9 @@ def _ragged(
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     natural = lse_form.buffer(q, lse) if return_lse else None
     workspace.ragged_prefill(
-        dense_rows(q),
-        dense_rows(k),
-        dense_rows(v),
+        q.detach(),
+        k.detach(),
+        v.detach(),
         qo_indptr,
         kv_indptr,
         alibi_slopes=alibi_slopes(q.shape[1], q.device) if variant.alibi else None,
@@ -295,7 +293,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
             dtypes,
             variant,
-            mask,
+            mask=mask,
         )
 
     begin_forward = plan
