@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
+from reference import attend as attend_by_rows
 
 import fiw
-import fiw.compat.flashinfer as flashinfer
+
+torch = pytest.importorskip("torch", reason="skipped: no torch")
+flashinfer = pytest.importorskip("fiw.compat.flashinfer")
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda" and not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
-        pytest.skip("no CUDA device")
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+    if request.param == "cpu":
+        return torch.device("cpu")
+    if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
+        pytest.skip("skipped: no CUDA device")
+    return torch.device("cuda", 0)
 
 
-@pytest.fixture(params=range(20))
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return seeded()
-
-
-def seeded() -> np.random.Generator:
-    """Fresh numbers in each run; pytest shows the seed with a failure, and FIW_TEST_SEED repeats it."""
-    seed = int(os.environ.get("FIW_TEST_SEED") or np.random.SeedSequence().entropy % 2**32)
-    print(f"FIW_TEST_SEED={seed}")
+@pytest.fixture
+def one_rng(seed: int) -> np.random.Generator:
     torch.manual_seed(seed)
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=range(12))
+def rng(one_rng: np.random.Generator) -> np.random.Generator:
+    """As one_rng, for tests of random shapes, which run several times."""
+    return one_rng
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -50,38 +52,33 @@ class Options:
     mask: torch.Tensor | None = None  # [qo_len, kv_len]
 
 
+def host(tensor: torch.Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.detach().cpu().double().numpy()
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and base-2 LSE in float64 of q [n, heads, d] over k and v [m, kv_heads, d], by FlashInfer's definitions."""
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    n, heads, m = q.shape[0], q.shape[1], k.shape[0]
-    k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
-    scale = q.shape[2] ** -0.5 if options.sm_scale is None else options.sm_scale
-    logits = torch.einsum("nhd,mhd->hnm", q, k) * scale
-    rows, columns = torch.arange(n)[:, None], torch.arange(m)[None, :]
+    heads, slopes = q.shape[1], None
     if options.alibi:
         power = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
-        slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
-        logits = logits + torch.tensor(slopes, dtype=torch.float64)[:, None, None] * (columns - rows)
-    if options.cap > 0:
-        logits = options.cap * torch.tanh(logits / options.cap)
-    position = rows + m - n
-    visible = torch.ones(n, m, dtype=torch.bool)
-    if options.mask is not None:
-        visible &= options.mask.cpu()
-    elif options.causal:
-        visible &= columns <= position
-    if options.window_left >= 0:
-        visible &= columns >= position - options.window_left
-    logits = logits.masked_fill(~visible, -math.inf)
-    if options.sinks is not None:
-        sinks = options.sinks.cpu().double()[:, None, None].expand(heads, n, 1)
-        lse = torch.logsumexp(torch.cat([logits, sinks], dim=2), dim=2)
-    else:
-        lse = torch.logsumexp(logits, dim=2) if m else torch.full((heads, n), -math.inf, dtype=torch.float64)
-    lse = torch.where(visible.any(dim=1)[None], lse, -math.inf)
-    weights = torch.where(lse[..., None].isinf(), 0.0, torch.exp(logits - lse[..., None]))
-    return torch.einsum("hnm,mhd->nhd", weights, v), lse.t() / math.log(2)
+        slopes = np.array(slopes + [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)])
+    out, lse = attend_by_rows(
+        host(q),
+        [len(q)],
+        [host(k)],
+        [host(v)],
+        sm_scale=options.sm_scale,
+        causal=options.causal,
+        window_left=options.window_left,
+        soft_cap=options.cap,
+        slopes=slopes,
+        sinks=host(options.sinks),
+        masks=None if options.mask is None else [host(options.mask)],
+    )
+    if options.alibi:  # FlashInfer counts a query's position from the first query
+        lse = lse + slopes * (len(k) - len(q))
+    return torch.from_numpy(out), torch.from_numpy(lse / math.log(2))
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -235,9 +232,7 @@ def test_batch_decode(rng: np.random.Generator, device: torch.device) -> None:
 def test_speculative_decode(rng: np.random.Generator, device: torch.device) -> None:
     case = Case(rng, device, prefill=False)
     window = int(rng.integers(2, 5))
-    case.kv_lens += window  # only the lengths below matter: the batch is made anew
-    q_len = np.full(case.batch, window)
-    tokens = Prepared(case, q_len, case.kv_lens)
+    tokens = Ragged(case, np.full(case.batch, window), case.kv_lens + window)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer(device), use_tensor_cores=True)
     wrapper.plan(
         tokens.indptr,
@@ -298,8 +293,8 @@ def test_batch_paged_prefill(rng: np.random.Generator, device: torch.device) -> 
     check(lse, expected_lse if layout == "NH" else expected_lse.t(), 1e-4)
 
 
-class Prepared:
-    """A batch whose K and V lie together; as pages of one token as well."""
+class Ragged:
+    """A batch of the case's heads and types whose K and V lie together, or as pages of one token each."""
 
     def __init__(self, case: Case, qo_lens: np.ndarray, kv_lens: np.ndarray) -> None:
         self.case = case
@@ -325,7 +320,7 @@ def test_batch_ragged_prefill(rng: np.random.Generator, device: torch.device) ->
     case = Case(rng, device, prefill=True)
     options = case.options()
     options.sinks = None
-    batch = Prepared(case, case.qo_lens, case.kv_lens)
+    batch = Ragged(case, case.qo_lens, case.kv_lens)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer(device), case.layout)
     arguments = case.plan_options(options) | {"kv_data_type": case.q_dtype}
     wrapper.plan(batch.qo_indptr, batch.indptr, case.heads, case.kv_heads, case.dim, causal=options.causal, **arguments)
@@ -340,7 +335,7 @@ def test_batch_ragged_prefill(rng: np.random.Generator, device: torch.device) ->
 
 def test_ragged_fp8(rng: np.random.Generator, device: torch.device) -> None:
     case = Case(rng, device, prefill=True)
-    batch = Prepared(case, case.qo_lens, case.kv_lens)
+    batch = Ragged(case, case.qo_lens, case.kv_lens)
     dtype = FP8[rng.integers(0, 2)]
     k, v = batch.k.to(dtype), batch.v.to(dtype)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer(device))
@@ -357,7 +352,7 @@ def test_single(rng: np.random.Generator, device: torch.device) -> None:
     options = case.options()
     options.sinks = None
     n, m = int(rng.integers(1, 9)), int(rng.integers(1, 60))
-    batch = Prepared(case, np.array([n]), np.array([m]))
+    batch = Ragged(case, np.array([n]), np.array([m]))
     k, v = (x if case.layout == "NHD" else x.transpose(0, 1).contiguous() for x in (batch.k, batch.v))
     common = {
         "kv_layout": case.layout,
@@ -456,8 +451,8 @@ def test_cascade(rng: np.random.Generator, device: torch.device) -> None:
     case.q_dtype = torch.float16
     shared_len = int(rng.integers(1, 30))
     kv_lens, qo_lens = case.kv_lens + 8, case.qo_lens
-    unique = Prepared(case, qo_lens, kv_lens)
-    shared = Prepared(case, np.array([1]), np.array([shared_len]))
+    unique = Ragged(case, qo_lens, kv_lens)
+    shared = Ragged(case, np.array([1]), np.array([shared_len]))
     cache = tuple(torch.cat(sides).unsqueeze(1) for sides in ((shared.k, unique.k), (shared.v, unique.v)))
     total_qo = case.tensor(np.array([0, qo_lens.sum()]))
     parts = []
@@ -487,8 +482,6 @@ def test_cascade(rng: np.random.Generator, device: torch.device) -> None:
     prefix.begin_forward(unique.qo_indptr, *pages, case.heads, case.kv_heads, case.dim, 1)
     check(prefix.forward(unique.q, shared.k, shared.v, cache, causal=True), expected, case.tolerance)
 
-    if (qo_lens == 1).all():
-        return
     decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace_buffer(device))
     decode.begin_forward(*pages, case.heads, case.kv_heads, case.dim, 1)
     q = torch.randn(case.batch, case.heads, case.dim, device=device).half()
@@ -536,21 +529,19 @@ def plan_decode(wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper, case: Ca
     )
 
 
-def test_plans_of_several_wrappers_stay_apart(device: torch.device) -> None:
-    rng = seeded()
+def test_plans_of_several_wrappers_stay_apart(one_rng: np.random.Generator, device: torch.device) -> None:
     buffer = workspace_buffer(device)
-    cases = [Case(rng, device, prefill=False) for _ in range(24)]  # more than the workspace's cache has entries
+    cases = [Case(one_rng, device, prefill=False) for _ in range(24)]  # more than the workspace's cache has entries
     wrappers = [planned_decode(case, buffer) for case in cases]
-    for index in rng.permutation(len(cases)):
+    for index in one_rng.permutation(len(cases)):
         case = cases[index]
         check(wrappers[index].run(case.q, case.cache), case.expected(Options())[0], case.tolerance)
 
 
-def test_equal_contents_find_the_plan(device: torch.device) -> None:
-    from fiw.compat.flashinfer._terms import workspace_of
-
+def test_equal_contents_find_the_plan(one_rng: np.random.Generator, device: torch.device) -> None:
+    workspace_of = flashinfer._terms.workspace_of
     buffer = workspace_buffer(device)
-    case = Case(seeded(), device, prefill=False)
+    case = Case(one_rng, device, prefill=False)
     wrapper = planned_decode(case, buffer)
     plan_decode(wrapper, case)
     other = planned_decode(case, buffer)
@@ -562,12 +553,13 @@ def test_equal_contents_find_the_plan(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("control", ["fixed_split_size", "disable_split_kv"])
-def test_split_controls_make_results_independent_of_the_batch(device: torch.device, control: str) -> None:
-    rng = seeded()
+def test_split_controls_make_results_independent_of_the_batch(
+    one_rng: np.random.Generator, device: torch.device, control: str
+) -> None:
     heads, dim, lengths = 4, 64, np.array([700, 3, 90, 1500])
-    case = Case(rng, device, prefill=False)
+    case = Case(one_rng, device, prefill=False)
     case.heads, case.kv_heads, case.dim, case.q_dtype = heads, 2, dim, torch.float16
-    batch = Prepared(case, np.ones(4, dtype=np.int64), lengths)
+    batch = Ragged(case, np.ones(4, dtype=np.int64), lengths)
     cache = (batch.k.unsqueeze(1), batch.v.unsqueeze(1))
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer(device), use_tensor_cores=True)
     split = {"fixed_split_size": 128} if control == "fixed_split_size" else {"disable_split_kv": True}
@@ -580,8 +572,8 @@ def test_split_controls_make_results_independent_of_the_batch(device: torch.devi
         assert torch.equal(wrapper.run(batch.q[r : r + 1], cache), together[r : r + 1])
 
 
-def test_cuda_graph_buffers(device: torch.device) -> None:
-    case = Case(seeded(), device, prefill=False)
+def test_cuda_graph_buffers(one_rng: np.random.Generator, device: torch.device) -> None:
+    case = Case(one_rng, device, prefill=False)
     buffers = [torch.full((n,), -1, dtype=torch.int32, device=device) for n in (case.batch + 1, 500, case.batch)]
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace_buffer(device), *buffers, case.layout)
     assert wrapper.is_cuda_graph_enabled
@@ -607,10 +599,10 @@ def test_cuda_graph_buffers(device: torch.device) -> None:
         )
 
 
-def test_capture_is_refused() -> None:
+def test_capture_is_refused(one_rng: np.random.Generator) -> None:
     if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
-        pytest.skip("no CUDA device")
-    case = Case(seeded(), torch.device("cuda", 0), prefill=False)
+        pytest.skip("skipped: no CUDA device")
+    case = Case(one_rng, torch.device("cuda", 0), prefill=False)
     wrapper = planned_decode(case, workspace_buffer(case.device))
     with pytest.raises(NotImplementedError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         wrapper.run(case.q, case.cache)
@@ -631,8 +623,8 @@ def test_capture_is_refused() -> None:
     ],
     ids=lambda argument: next(iter(argument)),
 )
-def test_what_plan_does_not_cover(argument: dict) -> None:
-    case = Case(seeded(), torch.device("cpu"), prefill=False)
+def test_what_plan_does_not_cover(one_rng: np.random.Generator, argument: dict) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=False)
     wrapper = planned_decode(case, workspace_buffer(case.device))
     name, value = next(iter(argument.items()))
     named = {"ROPE_LLAMA": "ROPE_LLAMA", "ALIBI": "ALIBI.*logits_soft_cap", torch.uint8: "NVFP4"}.get(value, name)
@@ -658,8 +650,8 @@ def test_what_wrappers_do_not_cover(argument: dict, named: str) -> None:
             wrapper(workspace_buffer(torch.device("cpu")), **argument)
 
 
-def test_bad_arguments_leave_the_wrapper_usable(device: torch.device) -> None:
-    case = Case(seeded(), device, prefill=False)
+def test_bad_arguments_leave_the_wrapper_usable(one_rng: np.random.Generator, device: torch.device) -> None:
+    case = Case(one_rng, device, prefill=False)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer(device), case.layout)
     with pytest.raises(RuntimeError, match="plan"):
         wrapper.run(case.q, case.cache)
