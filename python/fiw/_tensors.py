@@ -39,7 +39,7 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) or text.startswith("torch."):
         return text.removeprefix("torch.")
     try:
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype).name)
     except TypeError:
         return text
 
@@ -98,9 +98,9 @@ def from_host_like(tensor: Any, array: np.ndarray, stream: int) -> Any:
 def to_host(name: str, tensor: Any) -> np.ndarray:
     """A NumPy array of a tensor on any device, without a copy where it is on the CPU."""
     if is_torch(tensor):
-        return tensor.detach().cpu().numpy()
+        return np.asarray(tensor.detach().cpu())
     if hasattr(tensor, "get"):  # CuPy
-        return tensor.get()
+        return np.asarray(tensor.get())
     try:
         return np.asarray(tensor)
     except (TypeError, ValueError) as error:

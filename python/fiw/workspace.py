@@ -295,7 +295,7 @@ class FlashInferWorkspace:
     def stats(self) -> WorkspaceStats:
         """Counters and sizes; zeros after close. Raises BusyError while a call runs in another thread."""
         values = self._workspace.stats()
-        caches = {name: CacheStats(**values.pop(name)) for name in ("decode", "prefill", "verify")}
+        caches: dict[str, Any] = {name: CacheStats(**values.pop(name)) for name in ("decode", "prefill", "verify")}
         return WorkspaceStats(**caches, **values)
 
     def plan_decode(self, table: PageTable, spec: StepSpec) -> AttentionStep:
