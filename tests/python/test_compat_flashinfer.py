@@ -227,6 +227,12 @@ def test_batch_decode(rng: np.random.Generator, device: torch.device) -> None:
     check(out, expected[0], 4 * case.tolerance)
     check(lse, expected[1], 1e-4)
     check(wrapper.run(case.q, case.paged_kv_cache(), sinks=options.sinks), case.expected(options)[0], case.tolerance)
+    fresh = Options(causal=True, window_left=2)
+    found = wrapper.forward_return_lse(case.q, case.paged_kv_cache(), window_left=2)
+    check(found[0], case.expected(fresh)[0], case.tolerance)
+    check(found[1], case.expected(fresh)[1], 1e-4)
+    fresh.window_left = 4
+    check(wrapper.run(case.q, case.paged_kv_cache(), window_left=4), case.expected(fresh)[0], case.tolerance)
 
 
 def test_speculative_decode(rng: np.random.Generator, device: torch.device) -> None:
@@ -291,6 +297,9 @@ def test_batch_paged_prefill(rng: np.random.Generator, device: torch.device) -> 
     check(out, expected_out, case.tolerance)
     expected_lse = expected_lse * (math.log(2) if base == "ln" else 1)
     check(lse, expected_lse if layout == "NH" else expected_lse.t(), 1e-4)
+    fresh = Options(causal=not options.causal, window_left=3)
+    found = wrapper.forward(case.q, case.paged_kv_cache(), causal=fresh.causal, window_left=3)
+    check(found, case.expected(fresh, masks)[0], case.tolerance)
 
 
 class Ragged:
