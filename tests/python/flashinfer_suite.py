@@ -1,11 +1,13 @@
 """Runs FlashInfer's own tests against fiw.compat.flashinfer.
 
-    python tests/python/flashinfer_suite.py FOLDER [--per-test N] [--max-work N] [--seed S] [pytest arguments]
+    python tests/python/flashinfer_suite.py FOLDER [--per-test N] [--max-work N] [--seed S] [--no-capture]
+                                            [pytest arguments]
 
 FOLDER holds FlashInfer's test files and the helper modules they import (`alibi_reference.py`); they are no part of this
 project. Their `import flashinfer` gets fiw.compat.flashinfer, their warming up of FlashInfer's compiler does nothing,
-and all else in them runs as it is. Where PyTorch has no CUDA device, "cuda" devices mean the CPU, and a CUDA graph is
-the list of the run() calls made while it was captured, which replay() makes again into the same tensors.
+and all else in them runs as it is. Where PyTorch has no CUDA device, "cuda" devices mean the CPU. There, and with
+`--no-capture`, a CUDA graph is the list of the run() calls made while it was captured, which replay() makes again into
+the same tensors.
 
 Their parameters multiply to some ten thousand cases a file, made for a GPU: `--max-work` drops cases of more
 multiply-adds (as far as their parameters tell), and `--per-test` picks at most so many of each test, at random. Both
@@ -131,6 +133,9 @@ def replace_gpu() -> None:
     torch.Generator = CpuGenerator
     torch.cuda.Stream = torch.cuda.current_stream = NoStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def replace_graphs() -> None:
     torch.cuda.CUDAGraph = Graph
     torch.cuda.graph = capture
     for wrapper in (
@@ -220,21 +225,24 @@ def main() -> int:
     parser.add_argument("--per-test", type=int, default=20, help="cases of each test (default: %(default)s)")
     parser.add_argument("--max-work", type=int, default=10**9, help="multiply-adds of a case (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the picking and of PyTorch")
+    parser.add_argument("--no-capture", action="store_true", help="replay CUDA graphs by calling run() again")
     options, pytest_arguments = parser.parse_known_args()
     files = [options.folder / file for file in FILES if (options.folder / file).is_file()]
     if not files:
         parser.error(f"{options.folder} has none of {', '.join(FILES)}")
 
     alias_modules()
-    print(f"seed {options.seed}, {'CUDA' if torch.cuda.is_available() else 'CPU in the place of CUDA'}")
+    on_gpu = torch.cuda.is_available()
+    print(f"seed {options.seed}, {'CUDA' if on_gpu else 'CPU in the place of CUDA'}")
     torch.manual_seed(options.seed)
     tally = Tally(options.per_test, options.max_work, options.seed)
     arguments = [*map(str, files), "--import-mode=importlib", "-q", "-p", "no:cacheprovider", *pytest_arguments]
     sys.path.insert(0, str(options.folder))
-    with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
-            replace_gpu()
-            stack.enter_context(CudaMeansCpu())
+    if options.no_capture or not on_gpu:
+        replace_graphs()
+    if not on_gpu:
+        replace_gpu()
+    with contextlib.nullcontext() if on_gpu else CudaMeansCpu():
         pytest.main(arguments, plugins=[tally])
     return tally.report()
 

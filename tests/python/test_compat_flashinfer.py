@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from reference import attend as attend_by_rows
 
 import fiw
+from reference import attend as attend_by_rows
 
 torch = pytest.importorskip("torch", reason="skipped: no torch")
 import fiw.compat.flashinfer as flashinfer  # noqa: E402
@@ -511,7 +512,7 @@ def test_packbits(rng: np.random.Generator, device: torch.device) -> None:
         packed, starts = flashinfer.segment_packbits(
             torch.from_numpy(bits).to(device), torch.from_numpy(ends).to(device), bitorder
         )
-        segments = [np.packbits(bits[a:b], bitorder=bitorder) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        segments = [np.packbits(bits[a:b], bitorder=bitorder) for a, b in itertools.pairwise(ends)]
         np.testing.assert_array_equal(packed.cpu(), np.concatenate(segments))
         np.testing.assert_array_equal(starts.cpu(), [0, *np.cumsum([len(segment) for segment in segments])])
 
@@ -675,7 +676,7 @@ def test_bad_arguments_leave_the_wrapper_usable(one_rng: np.random.Generator, de
         plan_decode(wrapper, case, pos_encoding_mode="ROPE")
     with pytest.raises(ValueError, match="sm_scale"):
         plan_decode(wrapper, case, sm_scale=0.0)
-    with pytest.raises(ValueError, match="kv_lens|seq_lens"):
+    with pytest.raises(ValueError, match="seq_lens"):
         plan_decode(wrapper, case, seq_lens=case.tensor(case.kv_lens + 1))
     other = torch.bfloat16 if case.q_dtype == torch.float16 else torch.float16
     with pytest.raises(ValueError, match="q is"):

@@ -35,7 +35,7 @@ def page_table(
     page_size: int,
     seq_lens: torch.Tensor | None,
 ) -> fiw.PageTable:
-    """FlashInfer's arrays as a table; `indices` may be longer than `indptr` says. `seq_lens` are checked against it."""
+    """FlashInfer's arrays as a table; `indices` may be longer than `indptr` says. `seq_lens`, if given, must be its."""
     starts = host_int32("indptr", indptr)
     pages = host_int32("indices", indices)
     if starts.size == 0 or starts[0] < 0 or starts[-1] > pages.size:
@@ -44,8 +44,10 @@ def page_table(
     starts -= starts[0]
     # The cache is not known yet; its number of pages is checked by each run.
     num_pages = int(pages.max(initial=-1)) + 1
-    lens = None if seq_lens is None else host_int32("seq_lens", seq_lens)
-    return fiw.PageTable(page_size, num_pages, starts, pages, host_int32("last_page_len", last_page_len), lens)
+    table = fiw.PageTable(page_size, num_pages, starts, pages, host_int32("last_page_len", last_page_len))
+    if seq_lens is not None and not np.array_equal(host_int32("seq_lens", seq_lens), table.kv_lens):
+        raise ValueError(f"seq_lens is {seq_lens.tolist()}, expected the lengths of the table, {list(table.kv_lens)}")
+    return table
 
 
 def planned(plan: Plan | None) -> Plan:
