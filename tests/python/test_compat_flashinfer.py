@@ -658,6 +658,8 @@ def test_what_wrappers_do_not_cover(argument: dict, named: str) -> None:
     ):
         with pytest.raises(NotImplementedError, match=named):
             wrapper(workspace_buffer(torch.device("cpu")), **argument)
+        with pytest.raises(KeyError, match="kv_layout"):
+            wrapper(workspace_buffer(torch.device("cpu")), "NDH")
 
 
 def test_bad_arguments_leave_the_wrapper_usable(one_rng: np.random.Generator, device: torch.device) -> None:

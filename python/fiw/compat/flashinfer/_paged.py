@@ -22,6 +22,7 @@ from fiw.compat.flashinfer._terms import (
     scalar,
     unpack_paged_kv_cache,
 )
+from fiw.kv_cache import Layout
 
 Plan = TypeVar("Plan")
 
@@ -117,7 +118,7 @@ class PagedPlan:
         self,
         q: torch.Tensor,
         paged_kv_cache: PagedKv,
-        kv_layout: str,
+        kv_layout: Layout,
         *,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,

@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import fiw
+from fiw.kv_cache import Layout
 
 PagedKv = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 DTypeLike = str | torch.dtype
@@ -37,9 +38,12 @@ def refuse(**arguments: Any) -> None:
             raise not_covered(name)
 
 
-def check_kv_layout(kv_layout: str) -> None:
-    if kv_layout not in ("NHD", "HND"):
-        raise KeyError(f"kv_layout is {kv_layout!r}, expected 'NHD' or 'HND'")
+def checked_kv_layout(kv_layout: str) -> Layout:
+    if kv_layout == "NHD":
+        return "NHD"
+    if kv_layout == "HND":
+        return "HND"
+    raise KeyError(f"kv_layout is {kv_layout!r}, expected 'NHD' or 'HND'")
 
 
 def check_backend(backend: str) -> None:
@@ -57,7 +61,9 @@ def workspace_of(buffer: torch.Tensor, split_tokens: int | None = None) -> fiw.F
     long as it lives. `split_tokens`: with plans that cut keys at its multiples, in a workspace apart.
     """
     with _lock:
-        workspaces = _by_buffer.setdefault(buffer, {})
+        if buffer not in _by_buffer:
+            _by_buffer[buffer] = {}
+        workspaces: dict[int | None, fiw.FlashInferWorkspace] = _by_buffer[buffer]
         if split_tokens not in workspaces:
             workspaces[split_tokens] = _create(buffer.device, split_tokens)
         return workspaces[split_tokens]
@@ -65,7 +71,7 @@ def workspace_of(buffer: torch.Tensor, split_tokens: int | None = None) -> fiw.F
 
 def workspace_on(device: torch.device) -> fiw.FlashInferWorkspace:
     """This thread's workspace for the functions, which are given no buffer."""
-    workspaces = _by_thread.__dict__
+    workspaces: dict[str, fiw.FlashInferWorkspace] = _by_thread.__dict__
     key = str(device)
     if key not in workspaces:
         workspaces[key] = _create(device, None)
@@ -73,8 +79,10 @@ def workspace_on(device: torch.device) -> fiw.FlashInferWorkspace:
 
 
 def _create(device: torch.device, split_tokens: int | None) -> fiw.FlashInferWorkspace:
-    options = {} if split_tokens is None else {"batch_invariant": True, "fixed_split_tokens": split_tokens}
-    workspace = fiw.FlashInferWorkspace.create(device, **options)
+    if split_tokens is None:
+        workspace = fiw.FlashInferWorkspace.create(device)
+    else:
+        workspace = fiw.FlashInferWorkspace.create(device, batch_invariant=True, fixed_split_tokens=split_tokens)
     if workspace is None:
         raise not_covered(f"device {device}: this build of fiw has no CUDA backend")
     return workspace

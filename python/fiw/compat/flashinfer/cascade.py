@@ -61,19 +61,19 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
     ) -> None:
-        buffers = {
-            "qo_indptr_buf": qo_indptr_buf_arr,
-            "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
-            "paged_kv_indices_buf": paged_kv_indices_buf_arr,
-            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
-        }
+        def of_level(buffers: list[torch.Tensor] | None, level: int) -> torch.Tensor | None:
+            return None if buffers is None else buffers[level]
+
         self._use_cuda_graph = use_cuda_graph
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer,
                 kv_layout,
                 use_cuda_graph,
-                **{name: None if of_levels is None else of_levels[i] for name, of_levels in buffers.items()},
+                qo_indptr_buf=of_level(qo_indptr_buf_arr, i),
+                paged_kv_indptr_buf=of_level(paged_kv_indptr_buf_arr, i),
+                paged_kv_indices_buf=of_level(paged_kv_indices_buf_arr, i),
+                paged_kv_last_page_len_buf=of_level(paged_kv_last_page_len_buf_arr, i),
             )
             for i in range(num_levels)
         ]

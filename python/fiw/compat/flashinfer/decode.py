@@ -16,7 +16,7 @@ from fiw.compat.flashinfer._terms import (
     Scale,
     Variant,
     check_backend,
-    check_kv_layout,
+    checked_kv_layout,
     not_covered,
     refuse,
     resolve_dtypes,
@@ -87,12 +87,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        check_kv_layout(kv_layout)
         check_backend(backend)
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         self.device = float_workspace_buffer.device
         self._buffer = float_workspace_buffer
-        self._kv_layout = kv_layout
+        self._kv_layout = checked_kv_layout(kv_layout)
         self._use_cuda_graph = use_cuda_graph
         self._use_tensor_cores = use_tensor_cores
         self._plan: PagedPlan | None = None
@@ -104,7 +103,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
             }
             self._fixed = FixedBuffers(required, {})
-            self._fixed.check_length("paged_kv_indptr_buffer", len(paged_kv_last_page_len_buffer) + 1)
+            self._fixed.check_length("paged_kv_indptr_buffer", "paged_kv_last_page_len_buffer", 1)
 
     @property
     def use_tensor_cores(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fiw.compat.flashinfer._terms import PagedKv, check_kv_layout, unpack_paged_kv_cache
+from fiw.compat.flashinfer._terms import PagedKv, checked_kv_layout, unpack_paged_kv_cache
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def append_paged_kv_cache(
 
     The pages must be in the table already; `kv_last_page_len` is not read, as positions say all.
     """
-    check_kv_layout(kv_layout)
+    kv_layout = checked_kv_layout(kv_layout)
     device = append_key.device
     requests, tokens = batch_indices.to(device).long(), positions.to(device).long()
     kept = (requests >= 0).nonzero().squeeze(1)

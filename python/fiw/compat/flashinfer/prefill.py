@@ -22,8 +22,8 @@ from fiw.compat.flashinfer._terms import (
     alibi_shift,
     alibi_slopes,
     check_backend,
-    check_kv_layout,
     check_not_capturing,
+    checked_kv_layout,
     host_int32,
     is_fp8,
     refuse,
@@ -71,7 +71,7 @@ def single_prefill_with_kv_cache(
     """
     refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     check_backend(backend)
-    check_kv_layout(kv_layout)
+    kv_layout = checked_kv_layout(kv_layout)
     check_not_capturing(q.device)
     resolve_dtypes(q.dtype, k.dtype, o_dtype)
     scale = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * scalar("k_scale", k_scale)
@@ -142,8 +142,6 @@ def _packed_mask(
     device: torch.device,
 ) -> fiw.PackedMask | None:
     """The batch's mask, each request's bits from a byte of their own on, as segment_packbits gives them."""
-    if custom_mask is None and packed_custom_mask is None:
-        return None
     lengths = torch.from_numpy(qo_lens.astype(np.int64) * kv_lens)
     indptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     if packed_custom_mask is not None:
@@ -152,6 +150,8 @@ def _packed_mask(
         if found < expected:
             raise ValueError(f"packed_custom_mask has {found} bytes, expected at least {expected}")
         return fiw.PackedMask(packed_custom_mask.to(device), byte_indptr.to(device))
+    if custom_mask is None:
+        return None
     if custom_mask.numel() != int(indptr[-1]):
         raise ValueError(f"custom_mask has {custom_mask.numel()} elements, expected qo_len * kv_len each: {indptr[-1]}")
     bits, byte_indptr = segment_packbits(custom_mask.reshape(-1), indptr.to(custom_mask.device), bitorder="little")
@@ -182,14 +182,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         variant_owns_mask: bool = False,
         max_total_num_rows: int | None = None,
     ) -> None:
-        check_kv_layout(kv_layout)
         check_backend(backend)
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask)
         if max_total_num_rows is not None and not use_cuda_graph:
             raise ValueError(f"max_total_num_rows is {max_total_num_rows}, expected None without use_cuda_graph=True")
         self.device = float_workspace_buffer.device
         self._buffer = float_workspace_buffer
-        self._kv_layout = kv_layout
+        self._kv_layout = checked_kv_layout(kv_layout)
         self._use_cuda_graph = use_cuda_graph
         self._max_total_num_rows = max_total_num_rows
         self._plan: PagedPlan | None = None
@@ -203,8 +202,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             self._fixed = FixedBuffers(
                 required, {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
             )
-            self._fixed.check_length("paged_kv_indptr_buf", len(qo_indptr_buf))
-            self._fixed.check_length("paged_kv_last_page_len_buf", len(qo_indptr_buf) - 1)
+            self._fixed.check_length("paged_kv_indptr_buf", "qo_indptr_buf", 0)
+            self._fixed.check_length("paged_kv_last_page_len_buf", "qo_indptr_buf", -1)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -395,12 +394,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        check_kv_layout(kv_layout)
         check_backend(backend)
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs, variant_owns_mask=variant_owns_mask)
         self.device = float_workspace_buffer.device
         self._buffer = float_workspace_buffer
-        self._kv_layout = kv_layout
+        self._kv_layout = checked_kv_layout(kv_layout)
         self._use_cuda_graph = use_cuda_graph
         self._max_total_num_rows: int | None = None
         self._variant: Variant | None = None
@@ -409,7 +407,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
                 {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf},
                 {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf},
             )
-            self._fixed.check_length("kv_indptr_buf", len(qo_indptr_buf))
+            self._fixed.check_length("kv_indptr_buf", "qo_indptr_buf", 0)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
