@@ -1,0 +1,1 @@
+"""Other libraries' Python interfaces over this one."""
