@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 
 #include "error.h"
@@ -94,6 +95,10 @@ Tensor::Tensor(const char* name, const nb::object& object, const std::string& dt
   if (!adopt<VersionedTensor>(capsule, "dltensor_versioned", "used_dltensor_versioned") &&
       !adopt<DLManagedTensor>(capsule, "dltensor", "used_dltensor")) {
     throw nb::type_error(fmt::format("{}: __dlpack__ returned no DLPack capsule", name).c_str());
+  }
+  // NumPy gives tensors without elements any strides, and no element is ever reached through them.
+  if (std::any_of(dl_.shape, dl_.shape + dl_.ndim, [](std::int64_t extent) { return extent == 0; })) {
+    dl_.strides = nullptr;
   }
   // A constructor that throws runs no destructor.
   try {
