@@ -57,9 +57,7 @@ class Model:
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_random_operations_keep_every_token(case: int) -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
+def test_random_operations_keep_every_token(case: int, seed: int) -> None:
     rng = random.Random(seed)
     model = Model(rng, page_size=rng.choice((1, 2, 3, 4, 16)), num_pages=None)
     model.append([rng.randint(0, 9) for _ in range(rng.randint(1, 5))])
