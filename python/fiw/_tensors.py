@@ -39,7 +39,7 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) or text.startswith("torch."):
         return text.removeprefix("torch.")
     try:
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype).name)
     except TypeError:
         return text
 
@@ -82,21 +82,25 @@ def empty_like(tensor: Any, shape: tuple[int, ...], *, float32: bool = False) ->
     return namespace.empty(shape, dtype=dtype, device=tensor.device)
 
 
-def from_host_like(tensor: Any, array: np.ndarray) -> Any:
-    """`array` in the framework and on the device of `tensor`."""
+def from_host_like(tensor: Any, array: np.ndarray, stream: int) -> Any:
+    """`array` in the framework and on the device of `tensor`, for a call on `stream` that it need not outlive."""
     if isinstance(tensor, np.ndarray):
         return array
     if is_torch(tensor):
-        return sys.modules["torch"].from_numpy(array).to(tensor.device)
+        torch = sys.modules["torch"]
+        moved = torch.from_numpy(array).to(tensor.device)
+        if moved.is_cuda:
+            moved.record_stream(torch.cuda.ExternalStream(stream, device=moved.device))
+        return moved
     return tensor.__array_namespace__().asarray(array, device=tensor.device)
 
 
 def to_host(name: str, tensor: Any) -> np.ndarray:
     """A NumPy array of a tensor on any device, without a copy where it is on the CPU."""
     if is_torch(tensor):
-        return tensor.detach().cpu().numpy()
+        return np.asarray(tensor.detach().cpu())
     if hasattr(tensor, "get"):  # CuPy
-        return tensor.get()
+        return np.asarray(tensor.get())
     try:
         return np.asarray(tensor)
     except (TypeError, ValueError) as error:

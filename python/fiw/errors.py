@@ -27,7 +27,7 @@ class Error(Exception):
 
     Attributes:
         code: the `Status`.
-        reason: why, a value of `fiw_reason` in `fiw.h` (100s page tables, 200s tensors, 300s attention parameters, ...).
+        reason: why, a value of `fiw_reason` in `fiw.h` (100s: page tables, 200s: tensors, 300s: parameters, ...).
         index: the offending request or rank; -1 when the error is not about one.
         bytes_required: bytes that would have sufficed, else 0.
         backend_code: the `cudaError_t` or `ncclResult_t` behind a `BackendError`, else 0.
@@ -146,6 +146,4 @@ _CLASSES: dict[int, type[Error]] = {
 
 def from_fields(status: int, reason: int, message: str, index: int, bytes_required: int, backend_code: int) -> Error:
     """The exception for the fields of a `fiw_error`; the extension calls it."""
-    return _CLASSES[status](
-        message, reason, index=index, bytes_required=bytes_required, backend_code=backend_code
-    )
+    return _CLASSES[status](message, reason, index=index, bytes_required=bytes_required, backend_code=backend_code)

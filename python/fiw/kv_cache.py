@@ -71,9 +71,7 @@ class KvCache:
         """K and V in one tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD; HND alike)."""
         element = "" if dtype is None else dtype_name(dtype)
         result = cls.__new__(cls)
-        result._init(
-            (view("kv.kv", kv, dtype=element),), layout, (k_scale, v_scale), (k_head_scale, v_head_scale)
-        )
+        result._init((view("kv.kv", kv, dtype=element),), layout, (k_scale, v_scale), (k_head_scale, v_head_scale))
         return result
 
     def _init(

@@ -34,9 +34,7 @@ def pack_mask(booleans: Tensor, qo_lens: Indices, kv_lens: Indices) -> PackedMas
     mask = PackedMask(
         np.empty(_fiw.packed_mask_bytes(queries, keys), np.uint8), np.empty(queries.shape[0] + 1, np.int32)
     )
-    _fiw.pack_mask(
-        view("booleans", flat), queries, keys, view("mask", mask.bits), view("mask_indptr", mask.indptr)
-    )
+    _fiw.pack_mask(view("booleans", flat), queries, keys, view("mask", mask.bits), view("mask_indptr", mask.indptr))
     return mask
 
 

@@ -12,7 +12,7 @@ from fiw._tensors import Indices, Tensor, index_view, view
 
 
 class PageTable:
-    """CSR over pages: request i owns pages `indices[indptr[i]:indptr[i+1]]`, its last one holds `last_page_len[i]` tokens.
+    """CSR over pages: request i owns `indices[indptr[i]:indptr[i+1]]`; the last one holds `last_page_len[i]` tokens.
 
     Pages may be shared by several requests (prefix reuse). Threads may read one table while another advances it: a call
     works with the contents that it started with.
@@ -61,8 +61,8 @@ class PageTable:
     def from_pages(cls, page_size: int, num_pages: int, pages: Sequence[Sequence[int]], kv_lens: Indices) -> PageTable:
         """From one list of pages a request and `kv_lens` [batch] in tokens.
 
-        Request i uses the first ceil(kv_lens[i] / page_size) of its pages; more are ignored (pages reserved ahead), fewer
-        are an InvalidArgumentError.
+        Request i uses the first ceil(kv_lens[i] / page_size) of its pages; more are ignored (pages reserved ahead),
+        fewer are an InvalidArgumentError.
         """
         return cls._wrap(
             _fiw.PageTable.from_pages(

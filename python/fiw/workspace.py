@@ -20,10 +20,13 @@ from fiw._tensors import (
     stream_handle,
     view,
 )
+from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, pack_mask
 from fiw.page_table import PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
+
+_REASON_PARTIAL_STATES = 309
 
 _Lens = Callable[[], tuple[Any, Any]]
 """(qo_lens, kv_lens) of a call, for packing a mask of booleans."""
@@ -38,7 +41,7 @@ def _extras(
     if isinstance(custom_mask, PackedMask):
         bits, indptr = custom_mask
     elif custom_mask is not None:
-        bits, indptr = (from_host_like(q, array) for array in pack_mask(custom_mask, *lens()))
+        bits, indptr = (from_host_like(q, array, stream) for array in pack_mask(custom_mask, *lens()))
     return _fiw.Extras(
         optional_view("sinks", sinks, stream=stream),
         optional_view("alibi_slopes", alibi_slopes, stream=stream),
@@ -95,7 +98,7 @@ def _params(
         head_dim_qk,
         head_dim_vo,
         0.0 if sm_scale is None else sm_scale,
-        causal,
+        bool(causal),
         window_left,
         logits_soft_cap,
     )
@@ -104,8 +107,8 @@ def _params(
 class AttentionStep:
     """A planned step: `run` it once a layer. Looks nothing up, and refuses tensors that differ from the plan.
 
-    Holds its plan and page table, and keeps working after an invalidate call; after the workspace is closed, `run` raises
-    ClosedError. One thread at a time, like the workspace.
+    Holds its plan and page table, and keeps working after an invalidate call; after the workspace is closed, `run`
+    raises ClosedError. One thread at a time, like the workspace.
     """
 
     def __init__(self, step: _fiw.Step, head_dim_vo: int, lens: _Lens) -> None:
@@ -157,9 +160,9 @@ class AttentionStep:
 class FlashInferWorkspace:
     """The opaque workspace / plan handle, one per CUDA device or tensor-parallel rank. Made by `create`.
 
-    One thread at a time: a second one in a call gets BusyError and changes nothing. The GIL is released in calls. On the
-    CPU results are there on return; on CUDA they are ordered by the stream, and tensors must live until it has passed the
-    call (PyTorch's and CuPy's own allocators see to that on their current stream).
+    One thread at a time: a second one in a call gets BusyError and changes nothing. The GIL is released in calls. On
+    the CPU results are there on return; on CUDA they are ordered by the stream, and tensors must live until it has
+    passed the call (PyTorch's and CuPy's own allocators see to that on their current stream).
 
     Attention calls share these keyword arguments:
         sm_scale: multiplies the logits; None: 1 / sqrt(head_dim_qk).
@@ -173,8 +176,8 @@ class FlashInferWorkspace:
         out: [rows, num_qo_heads, head_dim_vo] of q's type; None: allocated in q's framework and on its device.
         lse: float32 [rows, num_qo_heads]; takes the log-sum-exp, a natural logarithm.
         return_lse: return `(out, lse)`, allocating `lse` if it is not given. Giving `lse` implies it.
-        stream: an int (`cudaStream_t`) or a stream of PyTorch or CuPy; None: the current one of q's framework where that is
-            PyTorch or CuPy, else the default stream. Without effect on the CPU.
+        stream: an int (`cudaStream_t`) or a stream of PyTorch or CuPy; None: the current one of q's framework where
+            that is PyTorch or CuPy, else the default stream. Without effect on the CPU.
     They return `out`, or `(out, lse)`, and raise InvalidArgumentError, UnsupportedError, ClosedError, BusyError,
     WorkspaceTooSmallError or OutOfMemoryError. Nothing has changed when an argument is refused.
     """
@@ -239,7 +242,7 @@ class FlashInferWorkspace:
 
     @property
     def handle(self) -> int:
-        """The `fiw_workspace*` for calls through the C ABI, valid until close; 0 afterwards."""
+        """The `fiw_workspace*` for calls through the C ABI, which `fiw._fiw.__file__` exports; 0 after close."""
         return self._workspace.handle()
 
     def close(self) -> None:
@@ -263,8 +266,8 @@ class FlashInferWorkspace:
         return f"<FlashInferWorkspace on {device}{', closed' if self.closed else ''}>"
 
     def invalidate_runtime_cache(self) -> None:
-        """Drops decode and prefill plans; the verify plan stays. Like the two below, never needed for right results, and
-        without effect on a closed workspace."""
+        """Drops decode and prefill plans; the verify plan stays. Like the two below, never needed for right results,
+        and without effect on a closed workspace."""
         self._workspace.invalidate_runtime_cache()
 
     def invalidate_prefill_runtime_cache(self) -> None:
@@ -292,7 +295,7 @@ class FlashInferWorkspace:
     def stats(self) -> WorkspaceStats:
         """Counters and sizes; zeros after close. Raises BusyError while a call runs in another thread."""
         values = self._workspace.stats()
-        caches = {name: CacheStats(**values.pop(name)) for name in ("decode", "prefill", "verify")}
+        caches: dict[str, Any] = {name: CacheStats(**values.pop(name)) for name in ("decode", "prefill", "verify")}
         return WorkspaceStats(**caches, **values)
 
     def plan_decode(self, table: PageTable, spec: StepSpec) -> AttentionStep:
@@ -334,9 +337,7 @@ class FlashInferWorkspace:
                 queries,
                 cache._cache,
                 table._table,
-                _params(
-                    queries, cache.num_kv_heads, cache.head_dim_vo, sm_scale, causal, window_left, logits_soft_cap
-                ),
+                _params(queries, cache.num_kv_heads, cache.head_dim_vo, sm_scale, causal, window_left, logits_soft_cap),
                 result,
                 sums,
                 extras,
@@ -385,9 +386,7 @@ class FlashInferWorkspace:
                 rows,
                 cache._cache,
                 table._table,
-                _params(
-                    queries, cache.num_kv_heads, cache.head_dim_vo, sm_scale, causal, window_left, logits_soft_cap
-                ),
+                _params(queries, cache.num_kv_heads, cache.head_dim_vo, sm_scale, causal, window_left, logits_soft_cap),
                 result,
                 sums,
                 extras,
@@ -426,8 +425,8 @@ class FlashInferWorkspace:
     ) -> Any:
         """The last `window` tokens (1..64) of every request, as speculative decoding checks them.
 
-        Request r's queries are rows r * window .. of q [batch * window, num_qo_heads, head_dim_qk]. With a custom mask: a
-        tree of drafts.
+        Request r's queries are rows r * window .. of q [batch * window, num_qo_heads, head_dim_qk]. With a custom mask:
+        a tree of drafts.
         """
         return _attend(
             lambda queries, result, sums, extras, native: self._workspace.verify(
@@ -435,9 +434,7 @@ class FlashInferWorkspace:
                 window,
                 cache._cache,
                 table._table,
-                _params(
-                    queries, cache.num_kv_heads, cache.head_dim_vo, sm_scale, causal, window_left, logits_soft_cap
-                ),
+                _params(queries, cache.num_kv_heads, cache.head_dim_vo, sm_scale, causal, window_left, logits_soft_cap),
                 result,
                 sums,
                 extras,
@@ -526,8 +523,8 @@ class FlashInferWorkspace:
         head_dim_qk] and v [rows, num_kv_heads, head_dim_vo] become the last tokens of request r, which `table` counts
         already.
 
-        Converts to the cache's type, dividing by its scales, and saturates (fp8, float16). A page that two requests share
-        must not be appended to through both.
+        Converts to the cache's type, dividing by its scales, and saturates (fp8, float16). A page that two requests
+        share must not be appended to through both.
         """
         native = stream_handle(stream, k)
         self._workspace.append_kv(
@@ -550,21 +547,24 @@ class FlashInferWorkspace:
     ) -> Any:
         """Combines attention over disjoint sets of keys into attention over their union.
 
-        `parts` are `(out, lse)` pairs (at least one) of equal shapes and types: out [rows, num_qo_heads, head_dim_vo], lse
-        float32 [rows, num_qo_heads], natural logarithm; -inf carries no weight. `out` and `lse` may be those of a part.
+        `parts` are `(out, lse)` pairs (at least one) of equal shapes and types: out [rows, num_qo_heads, head_dim_vo],
+        lse float32 [rows, num_qo_heads], natural logarithm; -inf carries no weight. `out` and `lse` may be those of a
+        part.
         """
-        native = stream_handle(stream, parts[0][0] if parts else None)
+        if not parts:
+            raise InvalidArgumentError("parts is empty, expected at least one (out, lse)", _REASON_PARTIAL_STATES)
+        native = stream_handle(stream, parts[0][0])
         outs = [view(f"parts[{i}] out", part[0], stream=native) for i, part in enumerate(parts)]
         sums = [view(f"parts[{i}] lse", part[1], stream=native) for i, part in enumerate(parts)]
         want_lse = return_lse or lse is not None
-        if out is None and parts:
+        if out is None:
             out = empty_like(parts[0][0], outs[0].shape)
-        if want_lse and lse is None and parts:
+        if want_lse and lse is None:
             lse = empty_like(parts[0][0], outs[0].shape[:-1], float32=True)
         self._workspace.merge_states(
             outs,
             sums,
-            optional_view("out", out, writable=True, stream=native),
+            view("out", out, writable=True, stream=native),
             optional_view("lse", lse, writable=True, stream=native),
             native,
         )

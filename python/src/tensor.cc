@@ -142,7 +142,10 @@ void bind_tensor(nb::module_& module) {
   nb::class_<Tensor>(module, "Tensor", "A tensor imported through DLPack; keeps its producer's memory alive.")
       .def(nb::init<const char*, const nb::object&, const std::string&, bool, std::intptr_t>(), "name"_a, "object"_a,
            "dtype"_a = "", "writable"_a = false, "stream"_a = 0)
-      .def_prop_ro("shape", [](const Tensor& tensor) { return nb::tuple(nb::cast(tensor.shape())); })
+      .def_prop_ro("shape",
+                   [](const Tensor& tensor) {
+                     return nb::typed<nb::tuple, std::int64_t, nb::ellipsis>(nb::tuple(nb::cast(tensor.shape())));
+                   })
       .def_prop_ro("dtype", &Tensor::dtype)
       .def_prop_ro("device_index", &Tensor::device_index)
       .def_prop_ro("read_only", &Tensor::read_only)

@@ -22,6 +22,7 @@ namespace {
 namespace nb = nanobind;
 using namespace nb::literals;
 
+using Fields = nb::typed<nb::dict, nb::str, nb::any>;
 using Stream = std::intptr_t;
 void* native(Stream stream) noexcept { return reinterpret_cast<void*>(stream); }
 
@@ -61,8 +62,8 @@ fiw_workspace_limits limits_struct(const nb::object& limits, const fiw_attention
   return result;
 }
 
-nb::dict dict(const fiw_cache_stats& stats) {
-  nb::dict result;
+Fields fields(const fiw_cache_stats& stats) {
+  Fields result;
   result["hits"] = stats.hits;
   result["misses"] = stats.misses;
   result["evictions"] = stats.evictions;
@@ -72,8 +73,8 @@ nb::dict dict(const fiw_cache_stats& stats) {
   return result;
 }
 
-nb::dict dict(const fiw_device_props& props) {
-  nb::dict result;
+Fields fields(const fiw_device_props& props) {
+  Fields result;
   result["kind"] = props.kind == FIW_DEVICE_CPU ? "cpu" : "cuda";
   result["num_workers"] = props.num_workers;
   result["compute_capability"] = props.compute_capability;
@@ -85,10 +86,10 @@ nb::dict dict(const fiw_device_props& props) {
 
 /// The props that `fill(fiw_device_props*, fiw_error*)` fills.
 template <class Function>
-nb::dict device_props(Function&& fill) {
+Fields device_props(Function&& fill) {
   fiw_device_props props = FIW_DEVICE_PROPS_INIT;
   call([&](fiw_error* error) { return fill(&props, error); });
-  return dict(props);
+  return fields(props);
 }
 
 std::optional<Workspace> create(std::int32_t device_index, std::size_t workspace_bytes, bool fixed_size,
@@ -137,13 +138,13 @@ std::size_t required_workspace(const nb::object& device, const nb::object& limit
   return bytes;
 }
 
-nb::dict stats(const Workspace& workspace) {
+Fields stats(const Workspace& workspace) {
   fiw_workspace_stats stats = FIW_WORKSPACE_STATS_INIT;
   call([&](fiw_error* error) { return fiw_workspace_get_stats(workspace.get(), &stats, error); });
-  nb::dict result;
-  result["decode"] = dict(stats.decode);
-  result["prefill"] = dict(stats.prefill);
-  result["verify"] = dict(stats.verify);
+  Fields result;
+  result["decode"] = fields(stats.decode);
+  result["prefill"] = fields(stats.prefill);
+  result["verify"] = fields(stats.verify);
   result["float_scratch_bytes"] = stats.float_scratch_bytes;
   result["float_scratch_peak"] = stats.float_scratch_peak;
   result["int_scratch_bytes"] = stats.int_scratch_bytes;
@@ -152,10 +153,10 @@ nb::dict stats(const Workspace& workspace) {
   return result;
 }
 
-nb::dict step_info(const Step& step) {
+Fields step_info(const Step& step) {
   fiw_plan_info info = FIW_PLAN_INFO_INIT;
   call([&](fiw_error* error) { return fiw_step_info(step.get(), &info, error); });
-  nb::dict result;
+  Fields result;
   result["batch"] = info.batch;
   result["items"] = info.items;
   result["padded_items"] = info.padded_items;

@@ -16,7 +16,7 @@ complain() {
 }
 
 cat CMakeLists.txt > "$work/sources"
-find include src tools cmake tests/support -type f -exec cat {} + >> "$work/sources"
+find include src tools python cmake tests/support -type f -exec cat {} + >> "$work/sources"
 # All words of the sources, so that looking one up is quick.
 grep -ohE '[A-Za-z_][A-Za-z0-9_]*' "$work/sources" | sort -u > "$work/words"
 
@@ -24,8 +24,8 @@ for document in "$@"; do
   [ -f "$document" ] || { complain "$document does not exist"; continue; }
 
   # Paths from the root of the repository, wherever they stand in the text.
-  grep -ohE '(^|[^A-Za-z0-9_/.-])(src|include|tests|tools|docs|cmake|scripts|data|examples|bench|\.ci)/[A-Za-z0-9_./-]+' \
-    "$document" | grep -oE '(src|include|tests|tools|docs|cmake|scripts|data|examples|bench|\.ci)/.*' |
+  grep -ohE '(^|[^A-Za-z0-9_/.-])(src|include|tests|tools|python|docs|cmake|scripts|data|examples|bench|\.ci)/[A-Za-z0-9_./-]+' \
+    "$document" | grep -oE '(src|include|tests|tools|python|docs|cmake|scripts|data|examples|bench|\.ci)/.*' |
     sed 's/[./]*$//' | sort -u > "$work/paths" || true
   while read -r path; do
     [ -e "$path" ] || complain "$document: $path does not exist"

@@ -26,7 +26,18 @@ def attend_row(q, k, v, visible, *, sm_scale, soft_cap=0.0, slopes=None, distanc
 
 
 def attend(
-    q, qo_lens, keys, values, *, sm_scale=None, causal=True, window_left=-1, soft_cap=0.0, slopes=None, sinks=None, masks=None
+    q,
+    qo_lens,
+    keys,
+    values,
+    *,
+    sm_scale=None,
+    causal=True,
+    window_left=-1,
+    soft_cap=0.0,
+    slopes=None,
+    sinks=None,
+    masks=None,
 ):
     """Ragged attention: q [rows, heads, d]; keys, values: one array a request. Returns (out, lse)."""
     scale = 1 / np.sqrt(q.shape[2]) if sm_scale is None else sm_scale

@@ -52,7 +52,7 @@ def check(framework, result, given, expected, dtype):
 
 
 def build(rng, framework, batch, kv_dtype):
-    """(cache, keys, values) in a random layout: what the library reads, and the same rounded numbers for the reference."""
+    """(cache, keys, values) in a random layout: what the library reads, and the same numbers for the reference."""
     k, v = framework.make(batch.k, kv_dtype), framework.make(batch.v, kv_dtype)
     keys, values = batch.gather(framework.host(k)), batch.gather(framework.host(v))
     if rng.random() < 0.5:
@@ -174,9 +174,7 @@ def test_append_then_prefill(ws, rng, framework, kv_dtype):
             assert_close(actual[~untouched], expected[~untouched], ulp[kv_dtype])
             assert (actual[~untouched] == expected[~untouched]).mean() > 0.98
         q = framework.make(rng.standard_normal((indptr[-1], batch.heads, batch.dim)))
-        keys, values = (
-            [scale * tokens for tokens in batch.gather(framework.host(stored))] for stored in (k, v)
-        )
+        keys, values = ([scale * tokens for tokens in batch.gather(framework.host(stored))] for stored in (k, v))
         expected = attend(framework.host(q), new, keys, values)
         check(framework, ws.prefill(q, indptr, cache, table, return_lse=True), {}, expected, "float32")
 
@@ -215,9 +213,7 @@ def test_merge_states(ws, rng, framework):
     for part in range(parts):
         own = slice(cuts[part], cuts[part + 1])
         states.append([attend(q[row : row + 1], [1], [k[own]], [v[own]]) for row in range(rows)])
-    pairs = [
-        tuple(framework.make(np.concatenate([state[i] for state in part])) for i in range(2)) for part in states
-    ]
+    pairs = [tuple(framework.make(np.concatenate([state[i] for state in part])) for i in range(2)) for part in states]
     expected = attend(q, [1] * rows, [k] * rows, [v] * rows)
     check(framework, ws.merge_states(pairs, return_lse=True), {}, expected, "float32")
     given = outputs(framework, rows, heads, dim, "float32")

@@ -55,7 +55,7 @@ def test_a_bad_argument_names_itself_and_changes_nothing(ws, step):
         ("qo_indptr: .*expected integers", 110, lambda: ws.prefill(q, [0, 1, 2**40], cache, table)),
         ("qo_indptr: .*expected integers", 110, lambda: ws.prefill(q, [0, 1.5, 2], cache, table)),
         ("window is 65, expected 1..64", 113, lambda: ws.verify(q, 65, cache, table)),
-        ("num_parts is 0", 309, lambda: ws.merge_states([], out=q)),
+        ("parts is empty", 309, lambda: ws.merge_states([], out=q)),
     ]:
         with pytest.raises(fiw.InvalidArgumentError, match=match) as raised:
             call()
@@ -75,11 +75,11 @@ def test_a_bad_page_table_names_the_request():
 
 def test_bad_caches():
     k = np.zeros((2, 4, 1, 8), np.float32)
-    with pytest.raises(fiw.InvalidArgumentError, match="kv.layout is 'nhd', expected 'NHD' or 'HND'"):
+    with pytest.raises(fiw.InvalidArgumentError, match=r"kv\.layout is 'nhd', expected 'NHD' or 'HND'"):
         fiw.KvCache(k, k, "nhd")
-    with pytest.raises(fiw.InvalidArgumentError, match="kv.v: rank 3, expected 4"):
+    with pytest.raises(fiw.InvalidArgumentError, match=r"kv\.v: rank 3, expected 4"):
         fiw.KvCache(k, k[0])
-    with pytest.raises(fiw.InvalidArgumentError, match="kv.kv: rank 4, expected 5"):
+    with pytest.raises(fiw.InvalidArgumentError, match=r"kv\.kv: rank 4, expected 5"):
         fiw.KvCache.interleaved(k)
 
 
@@ -87,7 +87,9 @@ def test_bad_caches():
 def test_unsupported(ws, step, dim):
     table = step[2]
     k = np.ones((6, 4, 2, dim), np.float32)
-    with pytest.raises(fiw.UnsupportedError, match=f"head_dim_qk is {dim}, expected a multiple of 8 in 8..576") as raised:
+    with pytest.raises(
+        fiw.UnsupportedError, match=f"head_dim_qk is {dim}, expected a multiple of 8 in 8..576"
+    ) as raised:
         ws.decode(np.ones((2, 4, dim), np.float32), fiw.KvCache(k, k), table)
     assert isinstance(raised.value, NotImplementedError) and raised.value.reason == 301
 

@@ -13,7 +13,10 @@ def csr(batch):
     counts = [len(pages) for pages in batch.pages]
     indptr = np.cumsum([0, *counts]).astype(np.int32)
     indices = np.array([page for pages in batch.pages for page in pages], np.int32)
-    last = [length - (count - 1) * batch.page_size if count else 0 for length, count in zip(batch.kv_lens, counts)]
+    last = [
+        length - (count - 1) * batch.page_size if count else 0
+        for length, count in zip(batch.kv_lens, counts, strict=True)
+    ]
     return indptr, indices, np.array(last, np.int32)
 
 
@@ -48,8 +51,10 @@ def test_advance_matches_a_table_built_anew(rng):
         table = fiw.PageTable.from_pages(batch.page_size, 1000, batch.pages, batch.kv_lens)
         growth = rng.integers(0, 30, table.batch).tolist()
         each = rng.random() < 0.5
+        if not each:
+            growth = growth[:1] * table.batch
         tokens = growth if each else growth[0]
-        grown = [length + own for length, own in zip(batch.kv_lens, growth if each else [growth[0]] * table.batch)]
+        grown = [length + own for length, own in zip(batch.kv_lens, growth, strict=True)]
         new, pages = [], []
         for own, length in zip(batch.pages, grown, strict=True):
             fresh = rng.integers(0, 1000, -(-length // batch.page_size) - len(own)).tolist()

@@ -1,6 +1,8 @@
 """A workspace's life, caches, counters and sizes."""
 
 import ctypes
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ import fiw
 def decode_step(heads=4, kv_lens=(7, 1)):
     pages = [list(range(4 * i, 4 * i + -(-length // 4))) for i, length in enumerate(kv_lens)]
     k = np.ones((4 * len(kv_lens), 4, 2, 16), np.float32)
-    return np.ones((len(kv_lens), heads, 16), np.float32), fiw.KvCache(k, k), fiw.PageTable.from_pages(4, 64, pages, kv_lens)
+    return (
+        np.ones((len(kv_lens), heads, 16), np.float32),
+        fiw.KvCache(k, k),
+        fiw.PageTable.from_pages(4, 64, pages, kv_lens),
+    )
 
 
 def test_devices_by_every_name():
@@ -22,14 +28,19 @@ def test_devices_by_every_name():
     assert fiw.FlashInferWorkspace.create(torch.device("cpu")).device_index == -1
 
 
-def test_the_handle_is_the_c_abi_s(ws):
-    assert ctypes.cast(ws.handle, ctypes.c_void_p).value == ws.handle != 0
+def test_the_handle_serves_the_c_abi_that_the_extension_exports(ws):
+    library = ctypes.CDLL(fiw._fiw.__file__)
+    library.fiw_version.restype = ctypes.c_char_p
+    assert library.fiw_version().decode() == fiw.__version__
+    handle = ctypes.c_void_p(ws.handle)
+    assert library.fiw_workspace_closed(handle) == 0
+    library.fiw_workspace_close(handle)
+    assert ws.closed and ws.handle == 0
 
 
 def test_a_context_manager_closes_also_after_an_error():
-    with pytest.raises(KeyError):
-        with fiw.FlashInferWorkspace.create() as ws:
-            raise KeyError
+    with pytest.raises(KeyError), fiw.FlashInferWorkspace.create() as ws:
+        raise KeyError
     assert ws.closed and "closed" in repr(ws)
 
 
@@ -106,6 +117,21 @@ def test_verify_graphs_by_option_and_environment(monkeypatch):
     monkeypatch.setenv("SMILE_VERIFY_CUDA_GRAPH", "1")
     assert fiw.FlashInferWorkspace.create().verify_cuda_graph
     assert not fiw.FlashInferWorkspace.create(verify_cuda_graph=False).verify_cuda_graph
+
+
+def test_the_example_of_the_documentation(capsys):
+    text = pathlib.Path(__file__).parents[2].joinpath("docs/python.md").read_text()
+    example = re.search(r"```python\n(import numpy.*?)```", text, re.S).group(1)
+    exec(example, {})
+    assert capsys.readouterr().out == example.rpartition("# ")[2]
+
+
+def test_the_package_is_typed():
+    package = pathlib.Path(fiw.__file__).parent
+    assert (package / "py.typed").exists()
+    stub = (package / "_fiw.pyi").read_text()
+    for name in ("Workspace", "PageTable", "KvCache", "Tensor"):
+        assert f"class {name}:" in stub
 
 
 def test_every_public_name_is_documented():
