@@ -34,7 +34,7 @@ class Model:
 
     def crop(self, counts: list[int]) -> None:
         self.rows.crop(counts)
-        self.expected = [row[: len(row) - count] for row, count in zip(self.expected, counts)]
+        self.expected = [row[: len(row) - count] for row, count in zip(self.expected, counts, strict=True)]
 
     def select(self, indices: list[int]) -> None:
         self.rows.select(indices)
@@ -42,13 +42,11 @@ class Model:
 
     def check(self) -> None:
         size = self.rows.page_size
-        held = [
-            [self.slots[pages[position // size], position % size] for position in range(length)]
-            for pages, length in zip(self.rows.pages, self.rows.lengths)
-        ]
+        rows = list(zip(self.rows.pages, self.rows.lengths, strict=True))
+        held = [[self.slots[pages[i // size], i % size] for i in range(length)] for pages, length in rows]
         assert held == self.expected
         used = {page for pages in self.rows.pages for page in pages}
-        assert all(len(pages) == -(-length // size) for pages, length in zip(self.rows.pages, self.rows.lengths))
+        assert all(len(pages) == -(-length // size) for pages, length in rows)
         assert len(used) + self.rows.num_free == self.rows.num_pages
         table = self.rows.table
         assert list(table.kv_lens) == self.rows.lengths

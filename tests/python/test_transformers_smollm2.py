@@ -92,7 +92,9 @@ def test_bfloat16_logits(model, prompts) -> None:
     reference = logits(exact, "sdpa", use_cache=False)
 
     def distance(attention: str, **options: object) -> float:
-        return ((logits(rounded, attention, **options) - reference).norm(dim=-1) / reference.norm(dim=-1)).median().item()
+        return (
+            ((logits(rounded, attention, **options) - reference).norm(dim=-1) / reference.norm(dim=-1)).median().item()
+        )
 
     allowed = 1.5 * distance("sdpa", use_cache=False)
     print(f"allowed {allowed}")

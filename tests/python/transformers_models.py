@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -17,12 +18,14 @@ from transformers import (
 )
 
 VOCABULARY = 128
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-oss")
 CLEAR_CHOICE = 1e-4  # a greedy choice by less is the rounding's, about 1e-6 here, as much as the model's
 
 
-def random_config(family: str, rng: random.Random) -> PreTrainedConfig:
-    """A small configuration: any grouping of heads, a head dim of its own, windows shorter than the sequences."""
+def random_config(family: str, rng: random.Random, **fixed: int) -> PreTrainedConfig:
+    """A small configuration: any grouping of heads, a head dim of its own, windows shorter than the sequences.
+
+    `fixed` are fields of it that are not drawn."""
     kv_heads = rng.choice((1, 2, 3))
     heads = kv_heads * rng.choice((1, 2, 3, 4))
     shape = {
@@ -34,7 +37,7 @@ def random_config(family: str, rng: random.Random) -> PreTrainedConfig:
         "num_key_value_heads": kv_heads,
         "head_dim": rng.choice((8, 16, 24, 40)),
         "initializer_range": 0.2,  # wide, so that greedy choices are clear
-    }
+    } | fixed
     window = rng.randint(2, 12)
     match family:
         case "llama":
@@ -57,17 +60,19 @@ def random_config(family: str, rng: random.Random) -> PreTrainedConfig:
             return Gemma3TextConfig(
                 **shape, sliding_window=window, query_pre_attn_scalar=scalar, layer_types=layer_types
             )
+        case "gpt-oss":
+            return GptOssConfig(**shape, sliding_window=window, num_local_experts=2, num_experts_per_tok=1)
     raise ValueError(f"family: {family}, expected one of {FAMILIES}")
 
 
-def random_model(family: str, rng: random.Random, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def random_model(family: str, rng: random.Random, dtype: torch.dtype = torch.float32, **fixed: int) -> PreTrainedModel:
     torch.manual_seed(rng.getrandbits(32))
-    return AutoModelForCausalLM.from_config(random_config(family, rng), dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(random_config(family, rng, **fixed), dtype=dtype).eval()
 
 
 def yardstick(family: str) -> str:
-    """The attention to compare with: sdpa has no soft caps, and transformers refuses it for Gemma 2."""
-    return "eager" if family == "gemma2" else "sdpa"
+    """The attention to compare with: sdpa has no soft caps and no sinks, and transformers refuses it for these."""
+    return "eager" if family in ("gemma2", "gpt-oss") else "sdpa"
 
 
 @dataclass

@@ -93,7 +93,7 @@ def attention(
         "sm_scale": scaling,
         "window_left": attention_mask.window_left,
         "logits_soft_cap": softcap or 0.0,
-        "sinks": None if s_aux is None else s_aux.float(),
+        "sinks": None if s_aux is None else s_aux.detach().float(),
     }
     layer = getattr(key, "fiw_layer", None)
     if layer is not None:

@@ -45,10 +45,12 @@ class _Batch:
                 )
             counts, totals, gaps = count_tokens(padding, columns)
             mask = padding[:, -columns:]
-        before = [total - count for total, count in zip(totals, counts)]
+        before = [total - count for total, count in zip(totals, counts, strict=True)]
         held = self.rows.lengths
         if len(held) == batch and held != before:
-            raise ValueError(f"attention_mask: {before} tokens before the new ones, expected {held}, as the cache holds")
+            raise ValueError(
+                f"attention_mask: {before} tokens before the new ones, expected {held}, as the cache holds"
+            )
         copies = self.rows.append(counts)
         self.padding = padding
         self.step = _Step(Packing(counts, columns, mask), copies, gaps, key.device)
@@ -159,7 +161,7 @@ class PagedLayer(CacheLayerMixin):
         held = self.keys.shape[0]
         if held < num_pages:
             grown = [states.new_empty(num_pages, *states.shape[1:]) for states in (self.keys, self.values)]
-            for new, old in zip(grown, (self.keys, self.values)):
+            for new, old in zip(grown, (self.keys, self.values), strict=True):
                 new[:held] = old
             self.keys, self.values = grown
 
@@ -167,10 +169,10 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """A cache for `model.generate(..., cache=PagedCache())` with `attn_implementation="fiw"`.
 
-    Every layer's keys and values lie in pages of `page_size` tokens, numbered alike in all layers. Padding takes no room.
-    With `num_pages`, that many are allocated at the first forward pass, and a pass that needs more raises MemoryError;
-    without, the pool grows as needed. `crop` and `reset` free pages for reuse; beams share pages until they differ. After
-    a forward pass that failed, `reset` makes the cache usable again.
+    Every layer's keys and values lie in pages of `page_size` tokens, numbered alike in all layers. Padding takes no
+    room. With `num_pages`, that many are allocated at the first forward pass, and a pass that needs more raises
+    MemoryError; without, the pool grows as needed. `crop` and `reset` free pages for reuse; beams share pages until
+    they differ. After a forward pass that failed, `reset` makes the cache usable again.
     """
 
     def __init__(self, page_size: int = 16, num_pages: int | None = None) -> None:

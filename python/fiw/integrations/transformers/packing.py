@@ -18,14 +18,16 @@ def count_tokens(mask: torch.Tensor, columns: int) -> tuple[list[int], list[int]
 def check_window(gaps: bool, window_left: int) -> None:
     """A window counts tokens here, and columns in transformers' masks: the same unless padding lies between tokens."""
     if gaps and window_left >= 0:
-        raise NotImplementedError("attention_mask: padding between tokens, which a layer with a sliding window cannot have")
+        raise NotImplementedError(
+            "attention_mask: padding between tokens, which a layer with a sliding window cannot have"
+        )
 
 
 class Packing:
     """The tokens among `columns` columns of a batch, and how rows of theirs go to and fro.
 
-    `counts` are each request's tokens and `indptr` their running sums, as the workspace's calls take them. `picked` says
-    which of the batch * columns rows hold tokens; None: all do.
+    `counts` are each request's tokens and `indptr` their running sums, as the workspace's calls take them. `picked`
+    says which of the batch * columns rows hold tokens; None: all do.
     """
 
     def __init__(self, counts: list[int], columns: int, mask: torch.Tensor | None) -> None:

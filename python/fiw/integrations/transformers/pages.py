@@ -47,7 +47,10 @@ class PagedRows:
         if len(lengths) != len(counts):
             raise ValueError(f"batch: {len(counts)} requests, expected {len(lengths)}, as the cache holds")
         shared = self._shared_last_pages(counts)
-        gains = [self._pages_of(length + count) - self._pages_of(length) for length, count in zip(lengths, counts)]
+        gains = [
+            self._pages_of(length + count) - self._pages_of(length)
+            for length, count in zip(lengths, counts, strict=True)
+        ]
         self._reserve(sum(gains) + len(shared))
 
         self.lengths = lengths
@@ -73,8 +76,8 @@ class PagedRows:
         """Takes the last `counts` tokens from each request, and frees the pages that this empties."""
         if any(count > length for count, length in zip(counts, self.lengths, strict=True)):
             raise ValueError(f"crop: {list(counts)} tokens, expected at most {self.lengths}")
-        self.lengths = [length - count for length, count in zip(self.lengths, counts)]
-        for pages, length in zip(self.pages, self.lengths):
+        self.lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
+        for pages, length in zip(self.pages, self.lengths, strict=True):
             keep = self._pages_of(length)
             self._release(pages[keep:])
             del pages[keep:]
@@ -107,7 +110,7 @@ class PagedRows:
         """The requests that must not write to their last page. The last of a page's holders may."""
         holders: dict[int, int] = {}
         shared = []
-        for row, (pages, length) in enumerate(zip(self.pages, self.lengths)):
+        for row, (pages, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
             if counts[row] == 0 or length % self.page_size == 0:
                 continue
             page = pages[-1]
