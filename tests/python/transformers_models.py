@@ -37,6 +37,7 @@ def random_config(family: str, rng: random.Random, **fixed: int) -> PreTrainedCo
         "num_key_value_heads": kv_heads,
         "head_dim": rng.choice((8, 16, 24, 40)),
         "initializer_range": 0.2,  # wide, so that greedy choices are clear
+        "tie_word_embeddings": False,  # tied ones, with random weights, say the last token again
     } | fixed
     window = rng.randint(2, 12)
     match family:

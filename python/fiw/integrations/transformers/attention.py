@@ -1,6 +1,7 @@
 """The attention and mask functions that transformers calls for `attn_implementation="fiw"`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -45,7 +46,7 @@ def causal_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable | None = None,
+    mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
     config: object = None,
     allow_is_causal_skip: bool = False,
@@ -89,7 +90,7 @@ def attention(
         if used:
             raise NotImplementedError(f"fiw attention: {name} is not covered")
 
-    options = {
+    options: dict[str, Any] = {
         "sm_scale": scaling,
         "window_left": attention_mask.window_left,
         "logits_soft_cap": softcap or 0.0,

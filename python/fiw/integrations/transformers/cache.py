@@ -1,6 +1,7 @@
 """The paged KV cache: transformers' `Cache` interface over pages, and attention over what they hold."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -118,7 +119,7 @@ class PagedLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         padding: torch.Tensor | None,
-        options: dict[str, object],
+        options: dict[str, Any],
     ) -> torch.Tensor:
         """Stores `key` and `value` [batch, num_kv_heads, columns, head_dim], then attends to all that is stored.
 

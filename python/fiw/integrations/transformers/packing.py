@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import torch
 
 
@@ -34,8 +35,8 @@ class Packing:
         """`mask` bool [batch, columns], true for tokens; `counts` its rows' sums, which the caller has on the host."""
         self.counts = counts
         self.columns = columns
-        self.indptr = [0, *itertools.accumulate(counts)]
-        self.full = self.indptr[-1] == len(counts) * columns
+        self.indptr = np.array([0, *itertools.accumulate(counts)], np.int32)
+        self.full = sum(counts) == len(counts) * columns
         self.picked = None if self.full else mask.flatten().nonzero().squeeze(1)
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
