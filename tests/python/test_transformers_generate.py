@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from transformers import StaticCache
 import fiw
 import fiw.integrations.transformers as fiw_transformers
 from fiw.integrations.transformers import PagedCache
+from fiw.integrations.transformers.attention import causal_mask
 from transformers_models import (
     FAMILIES,
     VOCABULARY,
@@ -295,6 +297,12 @@ class TestBadCalls:
     def test_packed_sequences(self) -> None:
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
         self.refused(NotImplementedError, "neither causal", position_ids=positions, use_cache=False)
+
+    def test_masks_of_other_kinds(self) -> None:
+        chunks = SimpleNamespace(attention_chunk_size=4)
+        for kind in ({"config": chunks, "allow_is_causal_skip": True}, {"allow_is_bidirectional_skip": True}):
+            with pytest.raises(NotImplementedError, match="neither causal nor a sliding window"):
+                causal_mask(batch_size=1, q_length=6, kv_length=6, **kind)
 
     def test_another_batch_in_the_same_cache(self) -> None:
         cache = PagedCache()
