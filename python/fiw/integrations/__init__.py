@@ -1,0 +1,1 @@
+"""What plugs the workspace into other people's libraries; each module needs its own library alone."""
