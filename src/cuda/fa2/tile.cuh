@@ -22,8 +22,8 @@ struct TileConfig {
                                                     : kVariant == TileVariant::kPlain ? flashinfer::MaskMode::kNone
                                                                                       : flashinfer::MaskMode::kCausal;
 
-  // FlashInfer's layout of warps. It has tiles of 32 rows for head_dim 512 alone, two by two warps: at 128, windows of a
-  // few tokens took less time by them, but came out wrong where a sanitizer slowed the warps down.
+  // FlashInfer's layout of warps. It has tiles of 32 rows for head_dim 512 alone, two by two warps: at 128, windows of
+  // a few tokens took less time by them, but came out wrong where a sanitizer slowed the warps down.
   static constexpr std::uint32_t mmas(std::uint32_t rows) { return rows == 32 ? 1 : flashinfer::get_num_mma_q(rows); }
   static constexpr std::uint32_t warps_q(std::uint32_t rows) {
     return rows == 32 ? 2 : flashinfer::get_num_warps_q(rows);
