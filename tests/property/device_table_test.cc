@@ -80,7 +80,6 @@ class DeviceTables : public testing::TestWithParam<int>, public Seeded {
   struct Counts {
     std::uint64_t known;
     std::uint64_t copied;
-    friend bool operator==(const Counts&, const Counts&) = default;
   };
   Counts counts() const { return {workspace_->stats().tables_known, workspace_->stats().tables_copied}; }
   void expect_counts(Counts expected) const {
