@@ -1,7 +1,9 @@
 """Graph sessions on the CPU: replays against float64, and what stops them."""
 
+import contextlib
 import gc
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -508,6 +510,42 @@ def test_one_thread_at_a_time(ws, engine):
         engine.check(bucket_of(graph, table.batch))
 
 
+def test_other_threads_run_during_a_call(ws):
+    heads, dim, pages, batch = 8, 128, 128, 32
+    k = np.ones((pages, 16, 1, dim), np.float32)
+    q, cache = np.ones((batch, heads, dim), np.float32), fiw.KvCache(k, 3 * k)
+    out = np.full_like(q, np.nan)
+    spec = fiw.StepSpec(
+        num_qo_heads=heads, num_kv_heads=1, head_dim_qk=dim, q_dtype="float32", kv_dtype="float32", lse=True
+    )
+    table = fiw.PageTable.from_pages(16, pages, [list(range(pages))] * batch, [16 * pages] * batch)
+    with fiw.GraphSession.decode(
+        ws, [spec], max_batch=batch, max_pages=batch * pages, page_size=16, num_pages=pages
+    ) as graph:
+        graph.begin(graph.prepare(table))
+        found = threading.Event()
+
+        def run():
+            while not found.is_set():
+                with contextlib.suppress(fiw.BusyError):
+                    graph.run(q, cache, out)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        deadline = time.monotonic() + 60
+        while not found.is_set() and time.monotonic() < deadline:
+            try:
+                graph.check()
+            except fiw.BusyError:
+                found.set()
+        seen = found.is_set()
+        found.set()
+        thread.join()
+        assert seen, "no other thread found the session busy"
+        graph.run(q, cache, out)
+        assert_close(out, np.full(out.shape, 3.0), 1e-5)
+
+
 def test_bad_options(ws, engine):
     def verify(window):
         return lambda: fiw.GraphSession.verify(
@@ -522,7 +560,7 @@ def test_bad_options(ws, engine):
         ("window is 17, expected 1..16", verify(17)),
         ("window is -1, expected 1..16", verify(-1)),
         ("num_kinds is 0, expected at least 1", lambda: engine.session(ws, [])),
-        (r"buckets hold 2 after 2", lambda: engine.session(ws, buckets=[2, 2])),
+        (r"buckets hold 2 after 2", lambda: _with(engine, max_batch=3).session(ws, buckets=[2, 2])),
         ("the last of buckets is", lambda: _with(engine, max_batch=3).session(ws, buckets=[1, 2])),
         (f"live_table.indptr has {batch} entries, expected {batch + 1}", lambda: engine.session(ws, live_table=short)),
         ("live_table.indices: int64, expected int32", lambda: engine.session(ws, live_table=wide)),
