@@ -379,6 +379,69 @@ def test_a_live_table_that_the_host_plans_for(ws, rng):
                 engine.check(1)
 
 
+@pytest.mark.parametrize("window", [1, 4], ids=["decode", "verify"])
+@pytest.mark.parametrize("live", [False, True], ids=["table", "live_table"])
+def test_cuda_graphs(rng, window, live):
+    torch = pytest.importorskip("torch", reason="skipped: no torch")
+    if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
+        pytest.skip("skipped: no CUDA device")
+    stream = torch.cuda.Stream()
+    for _ in range(ROUNDS):
+        engine = Engine(rng, window)
+        names = ("q", "k", "v", "out", "lse", "new_k", "new_v")
+        on_device = {name: torch.from_numpy(getattr(engine, name)).cuda() for name in names}
+        host_table = LiveTable(engine)
+        tables = fiw.DevicePageTable(*(torch.from_numpy(array).cuda() for array in host_table.arrays))
+        q, k, v, out, lse, new_k, new_v = on_device.values()
+        cache = fiw.KvCache(k, v)
+        torch.cuda.synchronize()
+        with (
+            fiw.FlashInferWorkspace.create("cuda") as ws,
+            engine.session(ws, verify=window > 1, live_table=tables if live else None) as graph,
+        ):
+            error = KeyError("mine")
+            calls = []
+
+            def body(batch, graph=graph, cache=cache, tensors=(q, out, lse, new_k, new_v), calls=calls):
+                calls.append(batch)
+                graph.append_kv(*tensors[3:], cache)
+                graph.run(tensors[0], cache, tensors[1], lse=tensors[2])
+
+            def fail(batch, body=body, error=error):
+                body(batch)
+                raise error
+
+            with torch.cuda.stream(stream):
+                graph.capture(body, stream)
+                with pytest.raises(KeyError) as raised:
+                    graph.capture(fail, stream)
+            assert raised.value is error
+            captured = len(calls)
+            for _ in range(STEPS):
+                table = engine.deal()
+                host_table.write(table)
+                with torch.cuda.stream(stream):
+                    for name, tensor in on_device.items():
+                        tensor.copy_(torch.from_numpy(getattr(engine, name)))
+                    for tensor, array in zip(tables, host_table.arrays, strict=True):
+                        tensor.copy_(torch.from_numpy(array))
+                if live:
+                    graph.replay(table.batch, stream)
+                else:
+                    graph.step(table, stream)
+                graph.check(stream)
+                for request, length in enumerate(engine.kv_lens):
+                    for p in range(max(0, window - length), window):
+                        slot = engine.slot(request, length - window + p)
+                        engine.k[slot] = engine.new_k[request * window + p]
+                        engine.v[slot] = engine.new_v[request * window + p]
+                for cached, expected in ((k, engine.k), (v, engine.v)):
+                    assert np.array_equal(cached.cpu().numpy(), expected, equal_nan=True)
+                engine.out[:], engine.lse[:] = out.cpu().numpy(), lse.cpu().numpy()
+                engine.check(bucket_of(graph, table.batch))
+            assert len(calls) == captured, "a replay on CUDA calls no body"
+
+
 def test_a_step_of_the_callers(ws, engine):
     with engine.session(ws) as graph:
         for _ in range(STEPS):
