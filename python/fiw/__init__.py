@@ -24,6 +24,7 @@ from fiw.errors import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
+from fiw.graph import DevicePageTable, GraphSession, GraphStats
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, alibi_slopes, pack_mask
 from fiw.page_table import PageTable
@@ -38,10 +39,13 @@ __all__ = [
     "BusyError",
     "CacheStats",
     "ClosedError",
+    "DevicePageTable",
     "DeviceProps",
     "Error",
     "FailedError",
     "FlashInferWorkspace",
+    "GraphSession",
+    "GraphStats",
     "InternalError",
     "InvalidArgumentError",
     "KvCache",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fiw import _fiw
-from fiw._tensors import Indices, Tensor, index_view, to_host, view
+from fiw._tensors import Indices, Tensor, index_view, optional_view, to_host, view
 
 
 class PackedMask(NamedTuple):
@@ -43,3 +43,18 @@ def alibi_slopes(num_qo_heads: int) -> np.ndarray:
     slopes = np.empty(num_qo_heads, np.float32)
     _fiw.alibi_slopes(view("slopes", slopes))
     return slopes
+
+
+def native_extras(
+    sinks: Tensor | None, alibi_slopes: Tensor | None, mask: PackedMask | None, stream: int
+) -> _fiw.Extras | None:
+    """The inputs that may differ from layer to layer, imported; None where there is none."""
+    if sinks is None and alibi_slopes is None and mask is None:
+        return None
+    bits, indptr = (None, None) if mask is None else mask
+    return _fiw.Extras(
+        optional_view("sinks", sinks, stream=stream),
+        optional_view("alibi_slopes", alibi_slopes, stream=stream),
+        optional_view("custom_mask.bits", bits, stream=stream),
+        optional_view("custom_mask.indptr", indptr, stream=stream),
+    )

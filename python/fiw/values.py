@@ -41,6 +41,10 @@ class WorkspaceStats:
     """Time in lookups and planning."""
     run_nanoseconds: int
     """Host time in attention calls; on the CPU that is the work."""
+    tables_known: int
+    """Device page tables that were known by their version."""
+    tables_copied: int
+    """Device page tables that were copied to the host."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,11 +22,15 @@ from fiw._tensors import (
 )
 from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
-from fiw.masks import PackedMask, pack_mask
+from fiw.masks import PackedMask, native_extras, pack_mask
 from fiw.page_table import PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
 
+CudaRoute = Literal["table", "core", "tile", "hopper", "hopper_paged", "any"]
+"""Which CUDA kernels serve a call, in the order of `fiw_cuda_route`."""
+
 _REASON_PARTIAL_STATES = 309
+_REASON_OPTIONS = 403
 
 _Lens = Callable[[], tuple[Any, Any]]
 """(qo_lens, kv_lens) of a call, for packing a mask of booleans."""
@@ -35,19 +39,10 @@ _Lens = Callable[[], tuple[Any, Any]]
 def _extras(
     q: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, custom_mask: Any, lens: _Lens, stream: int
 ) -> _fiw.Extras | None:
-    if sinks is None and alibi_slopes is None and custom_mask is None:
-        return None
-    bits = indptr = None
-    if isinstance(custom_mask, PackedMask):
-        bits, indptr = custom_mask
-    elif custom_mask is not None:
-        bits, indptr = (from_host_like(q, array, stream) for array in pack_mask(custom_mask, *lens()))
-    return _fiw.Extras(
-        optional_view("sinks", sinks, stream=stream),
-        optional_view("alibi_slopes", alibi_slopes, stream=stream),
-        optional_view("custom_mask.bits", bits, stream=stream),
-        optional_view("custom_mask.indptr", indptr, stream=stream),
-    )
+    if custom_mask is not None and not isinstance(custom_mask, PackedMask):
+        packed = pack_mask(custom_mask, *lens())
+        custom_mask = PackedMask(*(from_host_like(q, array, stream) for array in packed))
+    return native_extras(sinks, alibi_slopes, custom_mask, stream)
 
 
 def _attend(
@@ -198,6 +193,7 @@ class FlashInferWorkspace:
         batch_invariant: bool = False,
         fixed_split_tokens: int = 2048,
         verify_cuda_graph: bool | None = None,
+        cuda_route: CudaRoute | None = None,
     ) -> FlashInferWorkspace | None:
         """A workspace on a device; None where its backend is not compiled in.
 
@@ -211,6 +207,9 @@ class FlashInferWorkspace:
             batch_invariant: cut every request's keys at multiples of `fixed_split_tokens`: its result is then the same
                 bit for bit in any batch.
             verify_cuda_graph: captured verify graphs; None: as SMILE_VERIFY_CUDA_GRAPH says.
+            cuda_route: which kernels serve a call, wherever they can, for tests and measurements: "table" (what is
+                expected to take the least time), "core", "tile", "hopper", "hopper_paged" or "any"; None: as
+                FIW_CUDA_ROUTE in the environment says, or the table. Without effect on the CPU.
 
         Raises:
             NoDeviceError, OutOfMemoryError, InvalidArgumentError
@@ -226,6 +225,7 @@ class FlashInferWorkspace:
             batch_invariant,
             fixed_split_tokens,
             -1 if verify_cuda_graph is None else int(verify_cuda_graph),
+            _route_value(cuda_route),
         )
         return None if workspace is None else FlashInferWorkspace(workspace)
 
@@ -569,6 +569,15 @@ class FlashInferWorkspace:
             native,
         )
         return (out, lse) if want_lse else out
+
+
+def _route_value(route: str | None) -> int:
+    if route is None:
+        return -1
+    names = get_args(CudaRoute)
+    if route not in names:
+        raise InvalidArgumentError(f"cuda_route is {route!r}, expected None or one of {names}", _REASON_OPTIONS)
+    return names.index(route)
 
 
 def _lens(indptr: Indices) -> np.ndarray:

@@ -25,6 +25,10 @@ struct Extras {
   fiw_attention_extras c = FIW_ATTENTION_EXTRAS_INIT;
 };
 
+inline const fiw_attention_extras* c_or_null(const Extras* extras) noexcept {
+  return extras == nullptr ? nullptr : &extras->c;
+}
+
 void bind_attention(nanobind::module_& module);
 
 }  // namespace fiw::python

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "attention.h"
+#include "graph.h"
 #include "page_table.h"
 #include "tensor.h"
 #include "workspace.h"
@@ -12,4 +13,5 @@ NB_MODULE(_fiw, module) {
   fiw::python::bind_page_table(module);
   fiw::python::bind_attention(module);
   fiw::python::bind_workspace(module);
+  fiw::python::bind_graph(module);
 }

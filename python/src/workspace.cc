@@ -22,23 +22,10 @@ namespace {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-using Fields = nb::typed<nb::dict, nb::str, nb::any>;
-using Stream = std::intptr_t;
-void* native(Stream stream) noexcept { return reinterpret_cast<void*>(stream); }
-
-struct Workspace {
-  std::shared_ptr<fiw_workspace> handle;
-  fiw_workspace* get() const noexcept { return handle.get(); }
-};
-
 struct Step {
   std::shared_ptr<fiw_step> handle;
   fiw_step* get() const noexcept { return handle.get(); }
 };
-
-const fiw_attention_extras* c_or_null(const Extras* extras) noexcept {
-  return extras == nullptr ? nullptr : &extras->c;
-}
 
 /// The step that `plan(fiw_step**, fiw_error*)` makes.
 template <class Function>
@@ -95,7 +82,8 @@ Fields device_props(Function&& fill) {
 std::optional<Workspace> create(std::int32_t device_index, std::size_t workspace_bytes, bool fixed_size,
                                 const nb::object& limits, const fiw_attention_params* limits_params,
                                 std::int32_t num_threads, std::int32_t cache_entries, bool batch_invariant,
-                                std::int32_t fixed_split_tokens, std::int32_t verify_cuda_graph) {
+                                std::int32_t fixed_split_tokens, std::int32_t verify_cuda_graph,
+                                std::int32_t cuda_route) {
   fiw_workspace_options options = FIW_WORKSPACE_OPTIONS_INIT;
   fiw_workspace_limits c_limits = FIW_WORKSPACE_LIMITS_INIT;
   if (!limits.is_none()) {
@@ -109,6 +97,7 @@ std::optional<Workspace> create(std::int32_t device_index, std::size_t workspace
   options.num_threads = num_threads;
   options.cache_entries = cache_entries;
   options.verify_cuda_graph = verify_cuda_graph;
+  options.cuda_route = cuda_route;
   fiw_workspace* workspace = nullptr;
   bool unavailable = false;
   call_unlocked([&](fiw_error* error) {
@@ -150,6 +139,8 @@ Fields stats(const Workspace& workspace) {
   result["int_scratch_bytes"] = stats.int_scratch_bytes;
   result["plan_nanoseconds"] = stats.plan_nanoseconds;
   result["run_nanoseconds"] = stats.run_nanoseconds;
+  result["tables_known"] = stats.tables_known;
+  result["tables_copied"] = stats.tables_copied;
   return result;
 }
 
@@ -199,7 +190,7 @@ void bind_workspace(nb::module_& module) {
   nb::class_<Workspace>(module, "Workspace", "A workspace's handle.")
       .def_static("create", &create, "device_index"_a, "workspace_bytes"_a, "fixed_size"_a, "limits"_a.none(),
                   "limits_params"_a.none(), "num_threads"_a, "cache_entries"_a, "batch_invariant"_a,
-                  "fixed_split_tokens"_a, "verify_cuda_graph"_a)
+                  "fixed_split_tokens"_a, "verify_cuda_graph"_a, "cuda_route"_a)
       .def("handle",
            [](const Workspace& workspace) {
              const bool closed = fiw_workspace_closed(workspace.get()) != 0;

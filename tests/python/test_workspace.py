@@ -1,13 +1,17 @@
 """A workspace's life, caches, counters and sizes."""
 
 import ctypes
+import dataclasses
+import inspect
 import pathlib
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
 
 import fiw
+from fiw.workspace import CudaRoute
 
 
 def decode_step(heads=4, kv_lens=(7, 1)):
@@ -119,18 +123,52 @@ def test_verify_graphs_by_option_and_environment(monkeypatch):
     assert not fiw.FlashInferWorkspace.create(verify_cuda_graph=False).verify_cuda_graph
 
 
-def test_the_example_of_the_documentation(capsys):
+def header_fields(struct):
+    """The fields of a struct of fiw.h."""
+    header = pathlib.Path(__file__).parents[2].joinpath("include/fiw/fiw.h").read_text()
+    body = re.search(rf"typedef struct {struct} \{{(.*?)\n\}}", header, re.S).group(1)
+    return re.findall(r"(\w+);", re.sub(r"///.*", "", body))
+
+
+def test_structs_are_those_of_the_c_header():
+    for cls in (fiw.WorkspaceStats, fiw.CacheStats, fiw.GraphStats, fiw.DeviceProps, fiw.PlanInfo):
+        struct = "fiw_" + re.sub(r"(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
+        expected = [name for name in header_fields(struct) if name not in ("struct_size", "reserved")]
+        assert sorted(field.name for field in dataclasses.fields(cls)) == sorted(expected)
+    # The plan's options are given one by one; an allocator is a pair of C functions.
+    options = {*header_fields("fiw_workspace_options"), "batch_invariant", "fixed_split_tokens", "device"}
+    left_out = {"struct_size", "reserved", "plan", "allocator"}
+    assert options - left_out == inspect.signature(fiw.FlashInferWorkspace.create).parameters.keys()
+
+
+def test_cuda_routes_by_name():
+    header = pathlib.Path(__file__).parents[2].joinpath("include/fiw/fiw.h").read_text()
+    routes = [(name.lower(), int(value)) for name, value in re.findall(r"FIW_CUDA_ROUTE_(\w+) = (\d+)", header)]
+    assert routes == [(name, value) for value, name in enumerate(get_args(CudaRoute))]
+    for name in (None, *get_args(CudaRoute)):
+        with fiw.FlashInferWorkspace.create(cuda_route=name) as ws:
+            assert ws.decode(*decode_step()).shape == (2, 4, 16)
+    for bad in ("fa3", "", "TABLE", 1):
+        with pytest.raises(fiw.InvalidArgumentError, match=f"cuda_route is {bad!r}, expected None or one of") as raised:
+            fiw.FlashInferWorkspace.create(cuda_route=bad)
+        assert raised.value.reason == 403
+        assert all(repr(name) in str(raised.value) for name, _ in routes)
+
+
+def test_the_examples_of_the_documentation(capsys):
     text = pathlib.Path(__file__).parents[2].joinpath("docs/python.md").read_text()
-    example = re.search(r"```python\n(import numpy.*?)```", text, re.S).group(1)
-    exec(example, {})
-    assert capsys.readouterr().out == example.rpartition("# ")[2]
+    examples = re.findall(r"```python\n(import numpy.*?)```", text, re.S)
+    assert len(examples) == 2
+    for example in examples:
+        exec(example, {})
+        assert capsys.readouterr().out == example.rpartition("# ")[2]
 
 
 def test_the_package_is_typed():
     package = pathlib.Path(fiw.__file__).parent
     assert (package / "py.typed").exists()
     stub = (package / "_fiw.pyi").read_text()
-    for name in ("Workspace", "PageTable", "KvCache", "Tensor"):
+    for name in ("Workspace", "PageTable", "KvCache", "Tensor", "Graph"):
         assert f"class {name}:" in stub
 
 
