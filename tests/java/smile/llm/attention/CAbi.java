@@ -95,7 +95,7 @@ final class CAbi {
 
   static Plans plans(Arena arena, MemorySegment workspace, int scope) {
     MemorySegment error = newError(arena);
-    MemorySegment stats = struct(arena, "workspace_stats", 192);
+    MemorySegment stats = struct(arena, "workspace_stats", 208);
     FlashInferWorkspaceTest.expect(
         call("fiw_workspace_get_stats", workspace, stats, error) == OK, message(error));
     long at = 8 + 48L * scope;
