@@ -69,9 +69,10 @@ TEST_P(WorkspaceSize, SufficesForAnyCallWithinTheLimits) {
     WorkspaceOptions options{.fixed_size = rng_.chance(0.5), .limits = limits, .num_threads = rng_.pick({1, 2, 7})};
     options.plan.batch_invariant = rng_.chance(0.3);
     options.plan.fixed_split_tokens = rng_.pick({16, 64, 500});
+    const DeviceProps device = make_workspace(GetParam(), {.num_threads = options.num_threads})->device_props();
+    const std::size_t required = FlashInferWorkspace::required_workspace(device, limits, options.plan);
+    if (required > std::size_t{8} << 30) continue;  // more than a machine that runs tests may have
     const auto workspace = make_workspace(GetParam(), options);
-    const std::size_t required =
-        FlashInferWorkspace::required_workspace(workspace->device_props(), limits, options.plan);
     for (int call = 0; call < 20; ++call) {
       try {
         plan_within(*workspace, limits);
