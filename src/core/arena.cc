@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/fail.h"
+#include "core/allocate.h"
 
 namespace fiw {
 
@@ -24,12 +24,7 @@ ArenaSlice Arena::take(std::size_t bytes, Stream stream) {
   if (fit == free_.end()) {
     const std::size_t block_size = std::max({size, kMinBlock, capacity_});
     blocks_.reserve(blocks_.size() + 1);
-    std::byte* block = backend_->allocate(block_size, stream);
-    if (block == nullptr) {
-      throw Error(Status::kOutOfMemory, Reason::kAllocation,
-                  fmt::format("no memory for {} bytes of plan schedules", block_size))
-          .needs(block_size);
-    }
+    std::byte* const block = allocate_or_throw(*backend_, block_size, "plan schedules", stream);
     const auto by_address = [](const Range& a, const Range& b) { return a.data < b.data; };
     const Range range{block, block_size, block};
     blocks_.insert(std::ranges::upper_bound(blocks_, range, by_address), range);

@@ -3,12 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <exception>
 #include <limits>
-#include <numeric>
 #include <utility>
 
+#include "core/allocate.h"
 #include "core/exclusive.h"
 #include "core/fail.h"
 #include "core/support.h"
@@ -153,27 +151,19 @@ GraphState::GraphState(std::shared_ptr<WorkspaceState> workspace, PlanKind kind,
     blanks_.push_back(
         PageTable::from_csr(options.page_size, options.num_pages, zeros, {}, std::span(zeros).first(zeros.size() - 1)));
   }
+  for (std::int32_t r = 0; r <= options_.max_batch; ++r) qo_indptr_.push_back(r * window_);
   for (const StepSpec& spec : kinds) add_kind(spec);
   next_.resize(kinds_.size());
   lay_out();
   alarm_ = graphs_ != nullptr ? graphs_->make_alarm() : std::make_shared<GraphAlarm>();
 
-  const auto take = [&](std::size_t bytes) {
-    std::byte* const memory = backend_->allocate(bytes, nullptr);
-    if (memory == nullptr) {
-      throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for {} bytes of a graph", bytes))
-          .needs(bytes);
-    }
-    return memory;
-  };
-  memory_ = take(memory_bytes_);
+  memory_ = allocate_or_throw(*backend_, memory_bytes_, "a graph", nullptr);
   try {
-    scratch_ = take(scratch_bytes_);
+    scratch_ = allocate_or_throw(*backend_, scratch_bytes_, "a graph", nullptr);
     // A schedule of zeros has no work: a replay that nothing was prepared for writes empty rows.
     const std::span<std::byte> staged = backend_->stage(memory_, memory_bytes_);
     std::ranges::fill(staged, std::byte{0});
-    auto* const qo_indptr = reinterpret_cast<std::int32_t*>(staged.data() + table_.qo_indptr);
-    for (std::int32_t r = 0; r <= options_.max_batch; ++r) qo_indptr[r] = r * window_;
+    std::ranges::copy(qo_indptr_, reinterpret_cast<std::int32_t*>(staged.data() + table_.qo_indptr));
     backend_->upload(memory_, staged, nullptr);
   } catch (...) {
     if (scratch_ != nullptr) backend_->release(scratch_, scratch_bytes_, nullptr);
@@ -443,18 +433,15 @@ void GraphState::append(const ConstTensor& k, const ConstTensor& v, const KvCach
   new_v.rows = std::min(new_v.rows, rows);
   const PageTable& table = computing_ ? host_table_ : blanks_[bucket];
   check_cache(kv);
-  append_indptr_.resize(static_cast<std::size_t>(buckets_[bucket]) + 1);
-  for (std::size_t r = 0; r < append_indptr_.size(); ++r) {
-    append_indptr_[r] = static_cast<std::int32_t>(r) * window_;
-  }
   const FixedTable fixed = fixed_table();
-  const AppendLaunch launch{.k = new_k,
-                            .v = new_v,
-                            .append_indptr = append_indptr_,
-                            .kv = &kv,
-                            .table = &table,
-                            .fixed = graphs_ == nullptr ? nullptr : &fixed,
-                            .stream = stream_or_step(stream)};
+  const AppendLaunch launch{
+      .k = new_k,
+      .v = new_v,
+      .append_indptr = std::span(qo_indptr_).first(static_cast<std::size_t>(buckets_[bucket]) + 1),
+      .kv = &kv,
+      .table = &table,
+      .fixed = graphs_ == nullptr ? nullptr : &fixed,
+      .stream = stream_or_step(stream)};
   workspace_->check_append(launch);
   if (graphs_ != nullptr) graphs_->check_recording(launch.stream);
   if (graphs_ != nullptr || computing_) backend_->append(launch);

@@ -113,6 +113,7 @@ class GraphState {
   const GraphOptions options_;
   std::vector<std::int32_t> buckets_;
   std::vector<Kind> kinds_;
+  std::vector<std::int32_t> qo_indptr_;  ///< [max_batch + 1]: every request has window_ rows
   TableLayout table_;
   std::byte* memory_ = nullptr;
   std::size_t memory_bytes_ = 0;
@@ -132,7 +133,6 @@ class GraphState {
   PageTable host_table_;                   ///< prepared_.table padded to its bucket, where there are no graphs
   std::vector<std::int32_t> page_counts_;  ///< of the step being planned, padded to its bucket
   std::vector<ScheduleShape> next_;        ///< [kind], of the step being planned
-  std::vector<std::int32_t> append_indptr_;
   std::uint32_t seen_trips_ = 0;
   GraphStats stats_;
 };

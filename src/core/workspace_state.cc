@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/allocate.h"
 #include "core/exclusive.h"
 #include "core/fail.h"
 #include "core/hash.h"
@@ -148,13 +149,7 @@ WorkspaceState::WorkspaceState(int device_index, std::unique_ptr<Backend> backen
                            : kDefaultScratch;
   }
   if (bytes == 0) return;
-  std::byte* memory = backend_->allocate(bytes, nullptr);
-  if (memory == nullptr) {
-    throw Error(Status::kOutOfMemory, Reason::kAllocation,
-                fmt::format("no memory for {} bytes of float scratch", bytes))
-        .needs(bytes);
-  }
-  scratch_ = {memory, bytes};
+  scratch_ = {allocate_or_throw(*backend_, bytes, "float scratch", nullptr), bytes};
 }
 
 WorkspaceState::~WorkspaceState() { close(); }
@@ -305,12 +300,7 @@ void WorkspaceState::reserve_scratch(std::size_t bytes, Stream stream) {
         fmt::format("the workspace holds {} bytes of float scratch, this call needs {}", scratch_.size(), bytes))
         .needs(bytes);
   }
-  std::byte* memory = backend_->allocate(bytes, stream);
-  if (memory == nullptr) {
-    throw Error(Status::kOutOfMemory, Reason::kAllocation,
-                fmt::format("no memory for {} bytes of float scratch", bytes))
-        .needs(bytes);
-  }
+  std::byte* const memory = allocate_or_throw(*backend_, bytes, "float scratch", stream);
   if (!scratch_.empty()) backend_->release(scratch_.data(), scratch_.size(), stream);
   scratch_ = {memory, bytes};
 }

@@ -38,11 +38,8 @@ class Graph : public testing::TestWithParam<int>, public Seeded {
  protected:
   Graph() : stream_(GetParam()), workspace_(make_workspace(GetParam())) {}
 
-  GraphSession session_for(Captured& captured, const GraphOptions& options) {
-    const StepSpec spec = captured.spec();
-    const Case& c = captured.problem().description();
-    return c.op == Op::kDecode ? GraphSession::decode(*workspace_, {&spec, 1}, options)
-                               : GraphSession::verify(*workspace_, c.qo_lens.front(), {&spec, 1}, options);
+  GraphSession session_for(const Captured& captured, const GraphOptions& options) {
+    return captured.session(*workspace_, options);
   }
   /// A session with the layer captured.
   GraphSession capture(Captured& captured, const GraphOptions& options) {
@@ -58,32 +55,15 @@ class Graph : public testing::TestWithParam<int>, public Seeded {
     current_ = &session;
     return stream_.get();
   }
-  std::int32_t bucket_of(const GraphSession& session, std::int32_t batch) {
-    return *std::ranges::lower_bound(session.buckets(), batch);
-  }
   testing::AssertionResult step_is_right(GraphSession& session, Captured& captured, const PageTable& table) {
-    captured.problem().poison_outputs();
     current_ = &session;
-    session.step(table, stream_.get());
-    session.check(stream_.get());
-    return captured.check(table, bucket_of(session, table.batch()));
+    return captured.step_is_right(session, table, stream_.get());
   }
 
   TestStream stream_;
   std::unique_ptr<FlashInferWorkspace> workspace_;
   GraphSession* current_ = nullptr;
 };
-
-template <class F>
-void expect_error(Status status, const std::string& part, const F& f) {
-  try {
-    f();
-    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), status) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
-}
 
 TEST_P(Graph, DecodeFollowsAnyTableWithoutAnotherCapture) {
   for (const auto& [qo_heads, kv_heads] : {std::pair{8, 2}, {4, 4}, {7, 1}}) {

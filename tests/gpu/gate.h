@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
 
 #include <atomic>
 
@@ -11,8 +12,9 @@ namespace fiw::test {
 class Gate {
  public:
   explicit Gate(cudaStream_t stream) {
-    cudaLaunchHostFunc(
+    const cudaError_t status = cudaLaunchHostFunc(
         stream, [](void* open) { static_cast<std::atomic<bool>*>(open)->wait(false); }, &open_);
+    EXPECT_EQ(status, cudaSuccess) << cudaGetErrorString(status);
   }
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;

@@ -58,35 +58,12 @@ class GraphProperty : public testing::TestWithParam<int>, public Seeded {
     buckets.push_back(max_batch);
     return buckets;
   }
-  static GraphSession session_for(FlashInferWorkspace& workspace, Captured& captured, const GraphOptions& options) {
-    const StepSpec spec = captured.spec();
-    const Case& c = captured.problem().description();
-    return c.op == Op::kDecode ? GraphSession::decode(workspace, {&spec, 1}, options)
-                               : GraphSession::verify(workspace, c.qo_lens.front(), {&spec, 1}, options);
-  }
-  static std::int32_t bucket_of(const GraphSession& session, std::int32_t batch) {
-    return *std::ranges::lower_bound(session.buckets(), batch);
-  }
   testing::AssertionResult step_is_right(GraphSession& session, Captured& captured, const PageTable& table) {
-    captured.problem().poison_outputs();
-    session.step(table, stream_.get());
-    session.check(stream_.get());
-    return captured.check(table, bucket_of(session, table.batch()));
+    return captured.step_is_right(session, table, stream_.get());
   }
 
   TestStream stream_;
 };
-
-template <class F>
-void expect_error(Status status, const std::string& part, const F& f) {
-  try {
-    f();
-    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), status) << error.what();
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-  }
-}
 
 TEST_P(GraphProperty, AnyLayerAnyBucketsAnyTable) {
   enum class Table { kGiven, kLivePlanned, kLivePrepared };
@@ -106,7 +83,7 @@ TEST_P(GraphProperty, AnyLayerAnyBucketsAnyTable) {
     const Table source = rng_.pick({Table::kGiven, Table::kLivePlanned, Table::kLivePrepared});
     if (source != Table::kGiven) options.live_table = arrays.view(options.page_size, options.num_pages);
     options.plan_on_device = source == Table::kLivePlanned;
-    GraphSession session = session_for(*workspace, captured, options);
+    GraphSession session = captured.session(*workspace, options);
     session.capture([&](std::int32_t) { captured.run(session); }, stream_.get());
     for (int i = 0; i < 5; ++i) {
       const PageTable table = captured.random_table(rng_.uniform(0, options.max_batch), kMaxLen);
@@ -139,8 +116,7 @@ TEST_P(GraphProperty, BatchInvariantStepsGiveARequestTheSameBitsInAnyBatch) {
       }
     }
     q.upload();
-    GraphSession session =
-        session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+    GraphSession session = captured.session(*workspace, captured.options(most_pages(captured.problem().description())));
     session.capture([&](std::int32_t) { captured.run(session); }, stream_.get());
     const PageTable all = captured.random_table(8, kMaxLen);
     ASSERT_TRUE(step_is_right(session, captured, all));
@@ -171,8 +147,7 @@ TEST_P(GraphProperty, BatchInvariantStepsGiveARequestTheSameBitsInAnyBatch) {
 TEST_P(GraphProperty, OnlyLayersBelongInTheBody) {
   const auto workspace = make_workspace(GetParam());
   Captured captured(GetParam(), plain_layer(4), rng_);
-  GraphSession session =
-      session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+  GraphSession session = captured.session(*workspace, captured.options(most_pages(captured.problem().description())));
   const PageTable table = captured.random_table(4, kMaxLen);
   int calls = 0;
   const auto body = [&](std::int32_t) {
@@ -200,7 +175,7 @@ TEST_P(GraphProperty, ASecondCaptureReplacesTheFirstAndAFailedOneDoesNot) {
   Captured second(GetParam(), plain_layer(4), rng_);
   GraphOptions options = first.options(most_pages(first.problem().description()));
   options.num_pages = std::min(first.num_pages(), second.num_pages());
-  GraphSession session = session_for(*workspace, first, options);
+  GraphSession session = first.session(*workspace, options);
   const auto capture = [&](Captured& captured, std::int32_t bad) {
     session.capture(
         [&session, &captured, bad](std::int32_t batch) {
@@ -226,8 +201,7 @@ TEST_P(GraphProperty, ASecondCaptureReplacesTheFirstAndAFailedOneDoesNot) {
 TEST_P(GraphProperty, TablesOfNoRequestsAndRequestsOfNoPages) {
   const auto workspace = make_workspace(GetParam());
   Captured captured(GetParam(), plain_layer(4), rng_);
-  GraphSession session =
-      session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+  GraphSession session = captured.session(*workspace, captured.options(most_pages(captured.problem().description())));
   session.capture([&](std::int32_t) { captured.run(session); }, stream_.get());
   const PageTable full = captured.random_table(4, kMaxLen);
   const std::vector<std::int32_t> none(5, 0);
@@ -267,7 +241,7 @@ TEST_P(GraphProperty, MovedFromSessionsSaySo) {
   const auto workspace = make_workspace(GetParam());
   Captured captured(GetParam(), plain_layer(4), rng_);
   const GraphOptions options = captured.options(most_pages(captured.problem().description()));
-  GraphSession session = session_for(*workspace, captured, options);
+  GraphSession session = captured.session(*workspace, options);
   GraphSession* current = &session;
   session.capture([&](std::int32_t) { captured.run(*current); }, stream_.get());
   GraphSession moved = std::move(session);
@@ -280,7 +254,7 @@ TEST_P(GraphProperty, MovedFromSessionsSaySo) {
   EXPECT_EQ(session.stats().captures, 0U);
   // NOLINTEND(bugprone-use-after-move)
   ASSERT_TRUE(step_is_right(moved, captured, table));
-  session = session_for(*workspace, captured, options);
+  session = captured.session(*workspace, options);
   current = &session;
   session.capture([&](std::int32_t) { captured.run(*current); }, stream_.get());
   moved = std::move(session);
@@ -292,7 +266,7 @@ TEST_P(GraphProperty, ABodyMayEndItsSession) {
   const auto workspace = make_workspace(GetParam());
   Captured captured(GetParam(), plain_layer(2), rng_);
   std::optional<GraphSession> session =
-      session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+      captured.session(*workspace, captured.options(most_pages(captured.problem().description())));
   session->capture(
       [&](std::int32_t batch) {
         captured.run(*session);
@@ -312,8 +286,8 @@ TEST_P(GraphProperty, TwoSessionsOnTwoStreamsAndTheWorkspaceBesideThem) {
   window.qo_lens.assign(5, 4);
   Captured two(GetParam(), window, rng_);
   Problem eager(GetParam(), plain_layer(3), rng_);
-  GraphSession first = session_for(*workspace, one, one.options(most_pages(one.problem().description())));
-  GraphSession second = session_for(*workspace, two, two.options(most_pages(window)));
+  GraphSession first = one.session(*workspace, one.options(most_pages(one.problem().description())));
+  GraphSession second = two.session(*workspace, two.options(most_pages(window)));
   first.capture([&](std::int32_t) { one.run(first); }, stream_.get());
   second.capture([&](std::int32_t) { two.run(second); }, other_stream.get());
   for (int i = 0; i < 30; ++i) {
@@ -335,8 +309,7 @@ TEST_P(GraphProperty, TwoSessionsOnTwoStreamsAndTheWorkspaceBesideThem) {
 TEST_P(GraphProperty, ThreadsThatFightOverASessionAreServedOrRefused) {
   const auto workspace = make_workspace(GetParam(), {.num_threads = 2});
   Captured captured(GetParam(), plain_layer(4), rng_);
-  GraphSession session =
-      session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+  GraphSession session = captured.session(*workspace, captured.options(most_pages(captured.problem().description())));
   session.capture([&](std::int32_t) { captured.run(session); }, stream_.get());
   std::vector<PageTable> tables;
   for (int i = 0; i < 8; ++i) tables.push_back(captured.random_table(rng_.uniform(0, 4), kMaxLen));
@@ -401,8 +374,7 @@ class CpuGraph : public GraphProperty {};
 TEST_P(CpuGraph, ABegunStepComputesWhatWasPreparedAndEndsWithTheNextPrepare) {
   const auto workspace = make_workspace(GetParam());
   Captured captured(GetParam(), plain_layer(8), rng_);
-  GraphSession session =
-      session_for(*workspace, captured, captured.options(most_pages(captured.problem().description())));
+  GraphSession session = captured.session(*workspace, captured.options(most_pages(captured.problem().description())));
   for (int i = 0; i < 10; ++i) {
     captured.problem().poison_outputs();
     const std::int32_t other = session.begin(i % 2 == 0 ? 8 : 1, stream_.get());
@@ -433,7 +405,7 @@ TEST_P(CpuGraph, ASessionIsMadeWholeOrNotAtAll) {
     for (int pieces = 0; !session; ++pieces) {
       memory.left = pieces;
       try {
-        session = session_for(*workspace, captured, options);
+        session = captured.session(*workspace, options);
         EXPECT_EQ(pieces, 2);
       } catch (const Error& error) {
         ASSERT_EQ(error.status(), Status::kOutOfMemory) << error.what();

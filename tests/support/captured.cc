@@ -1,10 +1,25 @@
 #include "support/captured.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 
 namespace fiw::test {
+
+std::int32_t bucket_of(const GraphSession& session, std::int32_t batch) {
+  return *std::ranges::lower_bound(session.buckets(), batch);
+}
+
+void expect_error(Status status, const std::string& part, const std::function<void()>& f) {
+  try {
+    f();
+    ADD_FAILURE() << "accepted; expected an error with \"" << part << "\"";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), status) << error.what();
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
 
 Captured::Captured(int device, const Case& c, Rng& rng) : rng_(rng.next_seed()), problem_(device, c, rng) {
   std::vector<std::int32_t> all(static_cast<std::size_t>(num_pages()));
@@ -31,6 +46,20 @@ PageTable Captured::random_table(std::int32_t batch, std::int32_t max_len) {
     }
   }
   return PageTable::from_pages(page_size, num_pages(), pages, lens);
+}
+
+GraphSession Captured::session(FlashInferWorkspace& workspace, const GraphOptions& options) const {
+  const StepSpec spec = problem_.spec();
+  const Case& c = problem_.description();
+  return c.op == Op::kDecode ? GraphSession::decode(workspace, {&spec, 1}, options)
+                             : GraphSession::verify(workspace, c.qo_lens.front(), {&spec, 1}, options);
+}
+
+testing::AssertionResult Captured::step_is_right(GraphSession& session, const PageTable& table, Stream stream) {
+  problem_.poison_outputs();
+  session.step(table, stream);
+  session.check(stream);
+  return check(table, bucket_of(session, table.batch()));
 }
 
 void Captured::run(GraphSession& session, std::size_t kind) {
