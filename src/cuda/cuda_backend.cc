@@ -4,6 +4,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/allocate.h"
 #include "core/backend.h"
 #include "core/caller_memory.h"
 #include "core/fail.h"
@@ -93,6 +94,14 @@ void copy_tensor(const Tensor& to, const ConstTensor& from, cudaStream_t stream)
   }
 }
 
+DeviceTable view_of(const FixedTable& table) noexcept {
+  return {.indptr = table.indptr,
+          .indices = table.indices,
+          .last_page_len = table.last_page_len,
+          .kv_lens = table.kv_lens,
+          .qo_indptr = table.qo_indptr};
+}
+
 bool is_contiguous(const Tensor& t) noexcept {
   return (t.heads == 1 || t.head_stride == t.dim) && (t.rows == 1 || t.row_stride == t.heads * t.dim);
 }
@@ -157,7 +166,6 @@ class CudaBackend final : public Backend {
   class Temporary;
   /// `tensor` itself where the Hopper kernel can address it, else a contiguous copy in `copy`.
   ConstTensor addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream);
-  std::byte* allocate_or_throw(std::size_t bytes, Stream stream, const char* what);
 
   const int device_;
   const Allocator allocator_;
@@ -175,7 +183,7 @@ class CudaBackend final : public Backend {
 class CudaBackend::Temporary {
  public:
   Temporary(CudaBackend& backend, std::size_t bytes, Stream stream, const char* what)
-      : backend_(backend), bytes_(bytes), stream_(stream), memory_(backend.allocate_or_throw(bytes, stream, what)) {}
+      : backend_(backend), bytes_(bytes), stream_(stream), memory_(allocate_or_throw(backend, bytes, what, stream)) {}
   Temporary(const Temporary&) = delete;
   Temporary& operator=(const Temporary&) = delete;
   ~Temporary() { backend_.release(memory_, bytes_, stream_); }
@@ -281,15 +289,6 @@ void CudaBackend::release(std::byte* memory, std::size_t bytes, Stream stream) n
   } catch (const Error&) {
     // Nothing can be freed on a lost device.
   }
-}
-
-std::byte* CudaBackend::allocate_or_throw(std::size_t bytes, Stream stream, const char* what) {
-  std::byte* const memory = allocate(bytes, stream);
-  if (memory == nullptr) {
-    throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for {} bytes of {}", bytes, what))
-        .needs(bytes);
-  }
-  return memory;
 }
 
 std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t bytes) {
@@ -406,12 +405,8 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
 
 const DeviceTable& CudaBackend::table_of(const AttentionLaunch& launch, DeviceTable& fixed) {
   if (launch.fixed != nullptr) {
-    fixed = {.indptr = launch.fixed->indptr,
-             .indices = launch.fixed->indices,
-             .last_page_len = launch.fixed->last_page_len,
-             .kv_lens = launch.fixed->kv_lens,
-             .qo_indptr = launch.fixed->qo_indptr,
-             .rows_before_start = launch.uniform_qo_len > 1};  // some later table may have such a request
+    fixed = view_of(*launch.fixed);
+    fixed.rows_before_start = launch.uniform_qo_len > 1;  // some later table may have such a request
     return fixed;
   }
   refuse_capture(static_cast<cudaStream_t>(launch.stream));
@@ -606,20 +601,18 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
 void CudaBackend::append(const AppendLaunch& launch) {
   const DeviceGuard guard(device_);
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  AppendTable at{.batch = launch.table->batch()};
+  DeviceTable table;
   if (launch.fixed != nullptr) {
-    at.append_indptr = launch.fixed->qo_indptr;
-    at.indptr = launch.fixed->indptr;
-    at.indices = launch.fixed->indices;
-    at.kv_lens = launch.fixed->kv_lens;
+    table = view_of(*launch.fixed);
   } else {
     refuse_capture(stream);
-    const DeviceTable& table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
-    at.append_indptr = table.qo_indptr;
-    at.indptr = table.indptr;
-    at.indices = table.indices;
-    at.kv_lens = table.kv_lens;
+    table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
   }
+  const AppendTable at{.batch = launch.table->batch(),
+                       .append_indptr = table.qo_indptr,
+                       .indptr = table.indptr,
+                       .indices = table.indices,
+                       .kv_lens = table.kv_lens};
   const bool captured = launch.fixed != nullptr;
   enter(stream, captured);
   check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");

@@ -2,6 +2,7 @@
 #include "plan/chunk.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace fiw {
 namespace {
@@ -11,6 +12,13 @@ constexpr std::int32_t kMinCudaChunkTokens = 128;
 constexpr std::int32_t kMinCpuChunkTokens = 256;
 // Threads differ in speed from moment to moment, so a CPU gets several items a thread.
 constexpr std::int64_t kCpuItemsPerThread = 4;
+
+/// The last index of nth_chunk with at most `pages` pages.
+std::int32_t index_of(std::int32_t pages) noexcept {
+  if (pages < 64) return pages;
+  const int octave = static_cast<int>(std::bit_width(static_cast<std::uint32_t>(pages))) - 5;
+  return octave * 32 + (pages >> (octave - 1)) - 32;
+}
 
 }  // namespace
 
@@ -37,12 +45,32 @@ Grid::Grid(KernelFamily family, const DeviceProps& device, const WorkLoad& work)
 }
 
 std::int32_t choose_chunk(const Tiling& tiling, const Tiling::Totals& totals, const Grid& grid) noexcept {
-  return choose_chunk([&tiling](std::int32_t chunk_pages) { return tiling.items(chunk_pages); },
-                      {.uncut_items = totals.uncut_items,
-                       .walked_pages = totals.walked_pages,
-                       .visible_pages = totals.visible_pages,
-                       .longest = totals.longest},
-                      static_cast<const GridSize&>(grid));
+  const ChunkRule rule(totals.uncut_items, grid);
+  std::int32_t high = index_of(totals.longest) + 1;
+  const auto shortest = [&](int i) {
+    const std::int64_t limit = rule.limits[i];
+    const std::int64_t extra = limit - rule.uncut_items;
+    std::int32_t low = index_of(grid.min_chunk_pages);
+    // items(c) is at least walked / c, and at least uncut - 1 + longest / c; it is at most uncut + walked / c.
+    const auto raise = [&](double pages, std::int64_t most) {
+      const double least = std::min<double>(totals.longest, pages / static_cast<double>(most));
+      low = std::max(low, index_of(static_cast<std::int32_t>(least)));
+    };
+    raise(totals.walked_pages, limit);
+    raise(totals.longest, extra + 1);
+    const double enough = totals.walked_pages / static_cast<double>(extra);
+    if (enough < totals.longest) high = std::min(high, index_of(static_cast<std::int32_t>(enough) + 1) + 1);
+    while (low < high) {
+      const std::int32_t middle = low + (high - low) / 2;
+      if (tiling.items(nth_chunk(middle, grid.min_chunk_pages, totals.longest)) > limit) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return nth_chunk(high, grid.min_chunk_pages, totals.longest);
+  };
+  return choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest}, rule);
 }
 
 }  // namespace fiw

@@ -17,7 +17,7 @@ struct DevicePlan {
   std::int32_t fixed_chunk_pages = 0;  ///< 0: searched for
   std::int32_t page_size = 1;
   bool split_kv = false;
-  GridSize grid{};
+  ChunkRule rule{};
 };
 
 /// For schedules of this shape, which was made from the same arguments under a graph's policy.

@@ -193,14 +193,15 @@ DevicePlan device_plan(const ScheduleShape& shape, const DeviceProps& device, co
                        const SplitPolicy& policy) {
   const Tiling tiling(shape.family, work, shape.tile_rows);
   const bool fixed = shape.split_kv && policy.fixed_chunk_tokens > 0;
+  const std::int32_t tiles = tiling.tiles_of(work.uniform_qo_len);
   return {.qo_len = work.uniform_qo_len,
-          .tiles = tiling.tiles_of(work.uniform_qo_len),
+          .tiles = tiles,
           .reach = tiling.reach_of(work.uniform_qo_len),
           .spared_span = tiling.spared_span(work.uniform_qo_len),
           .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
           .page_size = work.page_size,
           .split_kv = shape.split_kv,
-          .grid = Grid(shape.family, device, work)};
+          .rule = ChunkRule(std::int64_t{tiles} * work.batch(), Grid(shape.family, device, work))};
 }
 
 void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<std::byte> out) {

@@ -1,10 +1,12 @@
 // Properties that every schedule must have, over random batches, devices and options.
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "fiw/error.h"
+#include "plan/chunk.h"
 #include "plan/planner.h"
 #include "support/random.h"
 #include "support/schedule_view.h"
@@ -462,6 +464,40 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     std::sort(jobs.begin(), jobs.end(), std::greater<>());
     const std::int64_t heap = test::greedy_finish(jobs, 1, c.device.num_workers);
     ASSERT_LE(static_cast<double>(finish), 1.02 * static_cast<double>(heap));
+  }
+}
+
+// The search may look at any of the candidates in any order; what it finds must be what trying all of them finds.
+TEST_F(PlanProperty, TheChunkIsTheShortestOfAllCandidates) {
+  for (int round = 0; round < 2000; ++round) {
+    Case c;
+    fill(c, rng_);
+    c.bind();
+    const Tiling tiling(c.family, c.work, choose_tile_rows(c.family, c.device, c.work, c.policy));
+    const Tiling::Totals totals = tiling.totals();
+    const Grid grid(c.family, c.device, c.work);
+    const auto candidate = [&](std::int32_t n) { return nth_chunk(n, grid.min_chunk_pages, totals.longest); };
+    const auto shortest = [&](int limit) {
+      std::int32_t n = 0;
+      while (tiling.items(candidate(n)) > ChunkRule(totals.uncut_items, grid).limits[limit]) ++n;
+      return candidate(n);
+    };
+    EXPECT_EQ(choose_chunk(tiling, totals, grid),
+              choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest},
+                           ChunkRule(totals.uncut_items, grid)))
+        << "round " << round;
+  }
+}
+
+TEST_F(PlanProperty, CandidatesForChunksAscendInSmallSteps) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  EXPECT_EQ(nth_chunk(-100, 7, 1000), 7);
+  EXPECT_EQ(nth_chunk(63, 1, kMost), 63);
+  for (std::int32_t n = 1; nth_chunk(n, 1, kMost) < kMost; ++n) {
+    const std::int64_t chunk = nth_chunk(n, 1, kMost);
+    const std::int64_t next = nth_chunk(n + 1, 1, kMost);
+    EXPECT_GT(next, chunk);
+    EXPECT_LE(next, std::max(chunk + 1, chunk + chunk / 32)) << "after " << chunk;
   }
 }
 

@@ -1,5 +1,7 @@
-// One block a kind of layer. The first warp looks for the chunk while the others look over the pages; then all write.
-// The arithmetic is that of the planners on the host, whose schedules these equal entry for entry.
+// One block a kind of layer. All threads look at the table, then all seek the chunk, then all write. What takes time
+// here is waiting, not work: loads are under way before they are needed, nothing is divided by a number but by its
+// reciprocal, and the chunk is sought among many candidates at once instead of by halves. The result is that of the
+// planners on the host, entry for entry.
 #include "cuda/replan/replan.h"
 #include "plan/chunk_search.h"
 #include "plan/live_table.h"
@@ -9,6 +11,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xFFFFFFFFU;
 constexpr std::int32_t kNone = INT32_MAX;
 
@@ -30,73 +33,135 @@ struct Args {
   DevicePlan plans[kMostParts];
   LiveTable table;
   std::int32_t* kv_lens;
-  const std::int32_t* prepared;
+  std::int32_t* prepared;
   const std::int32_t* prepared_indptr;
   std::int32_t batch;
   GraphAlarm* alarm;
 };
 
-/// Items of a chunk, counted by one warp.
-struct WarpItems {
-  const std::int32_t* walked;
-  std::int32_t batch;
-  std::int32_t tiles;
+/// Division of many numbers below 2^31 by one.
+class Divisor {
+ public:
+  __device__ explicit Divisor(std::int32_t divisor)
+      : divisor_(static_cast<unsigned>(divisor)), reciprocal_(0xFFFFFFFFU / divisor_) {}
 
-  __device__ std::int64_t operator()(std::int32_t chunk_pages) const {
-    unsigned chunks = 0;
-    // Rounded up: halfway between two integers, a quotient of 32-bit numbers is never rounded across one.
-    const double inverse = 1.0 / chunk_pages;
-    for (std::int32_t r = threadIdx.x % kWarp; r < batch; r += kWarp) {
-      chunks += static_cast<unsigned>((walked[r] + (chunk_pages - 0.5)) * inverse);
-    }
-    return std::int64_t{tiles} * __reduce_add_sync(kAllLanes, chunks);
+  __device__ std::int32_t floor(std::int32_t n) const {
+    const auto dividend = static_cast<unsigned>(n);
+    const unsigned quotient = __umulhi(dividend, reciprocal_);  // short by one at most
+    return static_cast<std::int32_t>(quotient + (dividend - quotient * divisor_ >= divisor_ ? 1 : 0));
   }
+  /// For n >= 1.
+  __device__ std::int32_t ceil(std::int32_t n) const { return floor(n - 1) + 1; }
+
+ private:
+  unsigned divisor_;
+  unsigned reciprocal_;
 };
 
-/// The chunk that the host would choose; all lanes of a warp take part, and get it.
-__device__ std::int32_t find_chunk(const DevicePlan& plan, const std::int32_t* walked, std::int32_t batch) {
-  unsigned pages = 0;
-  unsigned spared = 0;
-  unsigned longest = 1;
-  for (std::int32_t r = threadIdx.x % kWarp; r < batch; r += kWarp) {
-    pages += static_cast<unsigned>(walked[r]);
-    spared += static_cast<unsigned>(min(walked[r], plan.spared_span));
-    longest = max(longest, static_cast<unsigned>(walked[r]));
-  }
-  pages = __reduce_add_sync(kAllLanes, pages);
-  spared = __reduce_add_sync(kAllLanes, spared);
-  longest = __reduce_max_sync(kAllLanes, longest);
-  if (plan.fixed_chunk_pages > 0) return plan.fixed_chunk_pages;
-  if (!plan.split_kv) return static_cast<std::int32_t>(longest);
-  const double tiles = plan.tiles;
-  return choose_chunk(WarpItems{walked, batch, plan.tiles},
-                      {.uncut_items = std::int64_t{plan.tiles} * batch,
-                       .walked_pages = tiles * pages,
-                       .visible_pages = tiles * (pages - 0.5 * spared),
-                       .longest = static_cast<std::int32_t>(longest)},
-                      plan.grid);
-}
+/// What the batch walks; in shared memory.
+struct Totals {
+  unsigned pages;
+  unsigned spared;
+  std::int32_t longest;
+};
 
-/// Writes the chunks before each request, and their total behind them; by one warp.
-__device__ void count_chunks(const std::int32_t* walked, std::int32_t batch, std::int32_t chunk_pages,
-                             std::int32_t* first_chunk) {
-  const std::int32_t lane = threadIdx.x % kWarp;
-  std::int32_t total = 0;
-  for (std::int32_t base = 0; base < batch; base += kWarp) {
-    const std::int32_t r = base + lane;
-    const std::int32_t chunks = r < batch ? (walked[r] - 1) / chunk_pages + 1 : 0;
-    std::int32_t sum = chunks;
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const std::int32_t before = __shfl_up_sync(kAllLanes, sum, offset);
-      if (lane >= offset) sum += before;
+/// The search for a chunk, by a whole block: 32 candidates an octave are narrowed down to an octave, to an eighth of
+/// it, to one, for all limits of the rule at the same time.
+class ChunkSearch {
+ public:
+  static constexpr int kCounts = kWarp * ChunkRule::kLimits;
+
+  /// `counts` [kCounts] are in shared memory; all threads of the block call everything.
+  __device__ ChunkSearch(const DevicePlan& plan, const std::int32_t* walked, std::int32_t batch, std::int32_t longest,
+                         unsigned* counts)
+      : plan_(plan), walked_(walked), batch_(batch), longest_(longest), counts_(counts) {}
+
+  __device__ std::int32_t choose(const Totals& totals) {
+    narrow<kWarp, 32>();
+    narrow<8, 4>();
+    narrow<4, 1>();
+    const double tiles = plan_.tiles;
+    return choose_chunk([this](int i) { return nth_chunk(last_of(i), plan_.rule.min_chunk_pages, longest_); },
+                        {.visible_pages = tiles * (totals.pages - 0.5 * totals.spared), .longest = longest_},
+                        plan_.rule);
+  }
+
+ private:
+  /// Of the kSteps candidates at kStride from one another up to last_[i], makes the first good one last_[i].
+  template <int kSteps, int kStride>
+  __device__ void narrow() {
+    const auto warp = static_cast<int>(threadIdx.x) / kWarp;
+    const auto lane = static_cast<int>(threadIdx.x) % kWarp;
+    // In the first round no limit has a range of its own yet.
+    constexpr bool kShared = kSteps == kWarp;
+    constexpr int kCandidates = kShared ? kSteps : kSteps * ChunkRule::kLimits;
+#pragma unroll
+    for (int base = 0; base < kCandidates; base += kWarps) {
+      const int candidate = base + warp;
+      if (candidate >= kCandidates) break;
+      const int index = last_of(candidate / kSteps) - (kSteps - 1 - candidate % kSteps) * kStride;
+      const unsigned count = count_chunks(nth_chunk(index, plan_.rule.min_chunk_pages, longest_));
+      if (lane == 0) counts_[candidate] = count;
     }
-    if (r < batch) first_chunk[r] = total + sum - chunks;
-    total += __shfl_sync(kAllLanes, sum, kWarp - 1);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ChunkRule::kLimits; ++i) {
+      const unsigned count = counts_[(kShared ? 0 : i * kSteps) + lane % kSteps];
+      const bool good = std::int64_t{plan_.tiles} * count <= plan_.rule.limits[i];
+      const int first = __ffs(static_cast<int>(__ballot_sync(kAllLanes, good))) - 1;
+      last_[i] -= (kSteps - 1 - first) * kStride;  // the last one is always good
+    }
+    __syncthreads();
   }
-  if (lane == 0) first_chunk[batch] = total;
+
+  /// Without an index at run time, which would put the array into memory.
+  __device__ int last_of(int i) const { return i == 0 ? last_[0] : i == 1 ? last_[1] : last_[2]; }
+
+  __device__ unsigned count_chunks(std::int32_t chunk_pages) const {
+    const Divisor by(chunk_pages);
+    unsigned chunks = 0;
+    for (std::int32_t r = static_cast<std::int32_t>(threadIdx.x) % kWarp; r < batch_; r += kWarp) {
+      chunks += static_cast<unsigned>(by.ceil(walked_[r]));
+    }
+    return __reduce_add_sync(kAllLanes, chunks);
+  }
+
+  static constexpr int kLastIndex = (kWarp - 1) * 32;
+
+  const DevicePlan& plan_;
+  const std::int32_t* walked_;
+  std::int32_t batch_;
+  std::int32_t longest_;
+  unsigned* counts_;
+  int last_[ChunkRule::kLimits] = {kLastIndex, kLastIndex, kLastIndex};  ///< the first index known to be good
+};
+
+/// Writes the chunks before each request, and their total behind them; by the whole block, each thread two requests.
+__device__ void sum_chunks(const std::int32_t* walked, std::int32_t batch, std::int32_t chunk_pages,
+                           std::int32_t* warp_sums, std::int32_t* first_chunk) {
+  static_assert(kMostRequests <= 2 * kThreads && kWarps <= kWarp);
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  const std::int32_t r = 2 * static_cast<std::int32_t>(threadIdx.x);
+  const Divisor by(chunk_pages);
+  const std::int32_t one = r < batch ? by.ceil(walked[r]) : 0;
+  const std::int32_t two = r + 1 < batch ? by.ceil(walked[r + 1]) : 0;
+  std::int32_t sum = one + two;
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, sum, offset);
+    if (lane >= offset) sum += before;
+  }
+  if (lane == kWarp - 1) warp_sums[warp] = sum;
+  __syncthreads();
+  const std::int32_t before = __reduce_add_sync(kAllLanes, lane < warp ? warp_sums[lane] : 0);
+  if (r < batch) first_chunk[r + 1] = before + sum - two;
+  if (r + 1 < batch) first_chunk[r + 2] = before + sum;
+  if (r == 0) first_chunk[0] = 0;
+  __syncthreads();
 }
 
-/// The last request whose first item, or page, is at or before `index`.
+/// The last request whose first chunk, or page, is at or before `index`.
 __device__ std::int32_t owner(const std::int32_t* first, std::int32_t batch, std::int32_t index) {
   std::int32_t low = 0;
   for (std::int32_t high = batch; high - low > 1;) {
@@ -111,136 +176,171 @@ __device__ std::int32_t whole_chunk_tokens(std::int32_t pages, std::int32_t page
   return static_cast<std::int32_t>(tokens < INT32_MAX ? tokens : INT32_MAX);
 }
 
-__device__ void write_valid(const Schedule& schedule, std::int32_t items) {
-  for (std::int32_t i = threadIdx.x; i < schedule.padded_items; i += kThreads) {
-    schedule.block_valid[i] = i < items ? 1 : 0;
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant__ Args args) {
-  __shared__ std::int32_t walked[kMostRequests];
-  __shared__ std::int32_t first_chunk[kMostRequests + 1];
-  __shared__ std::int32_t at_fault;
-  __shared__ LiveFault fault;
-  __shared__ std::int32_t told;
-  __shared__ std::int32_t chunk_pages;
-  const LiveTable& table = args.table;
-  const Schedule& schedule = args.schedules[blockIdx.x];
-  const DevicePlan& plan = args.plans[blockIdx.x];
+/// The schedule of these chunks; by the whole block.
+__device__ void write_schedule(const Schedule& schedule, const DevicePlan& plan, std::int32_t batch,
+                               const std::int32_t* first_chunk, std::int32_t chunk_pages) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const bool stale_check = args.prepared != nullptr;
-
-  // The first request at fault is told of: threads agree on it, then the one that found it says what is wrong.
-  if (thread == 0) {
-    at_fault = kNone;
-    told = 0;
-  }
-  __syncthreads();
-  LiveFault mine;
-  const auto found = [&](const LiveFault& f) {
-    if (mine.reason == Reason::kNone) mine = f;
-    atomicMin(&at_fault, f.request);
-  };
-  if (stale_check && thread == 0 && *args.prepared != args.batch) {
-    found({Reason::kBatch, 0, args.batch, *args.prepared});
-  }
-  for (std::int32_t r = thread; r < args.batch; r += kThreads) {
-    const LiveFault f = check_extent(table, r);
-    if (f.reason != Reason::kNone) {
-      found(f);
-      continue;
-    }
-    const std::int32_t pages = table.indptr[r + 1] - table.indptr[r];
-    walked[r] = min(max(pages, 1), plan.reach);
-    if (blockIdx.x == 0) args.kv_lens[r] = live_kv_len(table, r);
-    if (stale_check) {
-      const std::int32_t planned = args.prepared_indptr[r + 1] - args.prepared_indptr[r];
-      if (pages != planned) found({Reason::kStaleTable, r, pages, planned});
-    }
-  }
-  __syncthreads();
-  const bool extents_hold = at_fault == kNone;
-  __syncthreads();  // all have read it before the pages' faults are written to it
-  if (extents_hold) {
-    if (thread < kWarp) {
-      const std::int32_t chunk =
-          stale_check ? (args.prepared[1 + blockIdx.x] - 1) / plan.page_size + 1 : find_chunk(plan, walked, args.batch);
-      count_chunks(walked, args.batch, chunk, first_chunk);
-      if (thread == 0) chunk_pages = chunk;
-    } else {
-      // Several at a time: the loads are what takes time.
-      constexpr int kAtOnce = 8;
-      constexpr std::int32_t kStride = kThreads - kWarp;
-      const std::int32_t entries = table.indptr[args.batch];
-      for (std::int32_t first = thread - kWarp; first < entries; first += kStride * kAtOnce) {
-        std::int32_t pages[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const std::int32_t entry = first + i * kStride;
-          pages[i] = entry < entries ? table.indices[entry] : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (pages[i] >= 0 && pages[i] < table.num_pages) continue;
-          const std::int32_t entry = first + i * kStride;
-          found(check_page(table, owner(table.indptr, args.batch, entry), entry));
-        }
-      }
-    }
-  }
-  __syncthreads();
-  if (at_fault != kNone) {
-    if (mine.reason != Reason::kNone && mine.request == at_fault && atomicExch(&told, 1) == 0) fault = mine;
-    __syncthreads();
-    write_valid(schedule, 0);
-    if (schedule.merge_indptr != nullptr) {
-      for (std::int32_t row = thread; row <= args.batch * plan.qo_len; row += kThreads) schedule.merge_indptr[row] = 0;
-    }
-    for (std::int32_t r = thread; blockIdx.x == 0 && r < args.batch; r += kThreads) args.kv_lens[r] = 0;
-    if (thread == 0 && blockIdx.x == 0) {
-      args.alarm->reason = static_cast<std::int32_t>(fault.reason);
-      args.alarm->request = fault.request;
-      args.alarm->found = fault.found;
-      args.alarm->expected = fault.expected;
-      __threadfence_system();
-      // Replays follow one another, so nobody else counts; over PCIe there are no atomics.
-      *static_cast<volatile std::uint32_t*>(&args.alarm->trips) += 1;
-    }
-    return;
-  }
-
-  // A prepared plan is written again, too: a trip, or a step of another bucket, may have been where it was.
-  const std::int32_t items = first_chunk[args.batch] * plan.tiles;
-  write_valid(schedule, items);
+  const std::int32_t items = first_chunk[batch] * plan.tiles;
   for (std::int32_t i = thread; i < schedule.padded_items; i += kThreads) {
     std::int32_t request = 0;
     std::int32_t tile = 0;
     std::int32_t part = 0;
     if (i < items) {
-      request = owner(first_chunk, args.batch, i / plan.tiles);
-      const std::int32_t chunks = first_chunk[request + 1] - first_chunk[request];
-      const std::int32_t place = i - first_chunk[request] * plan.tiles;
-      tile = plan.tiles - 1 - place / chunks;  // the last tile of a causal request sees most: longest work first
-      part = place % chunks;
+      request = owner(first_chunk, batch, plan.tiles == 1 ? i : i / plan.tiles);
+      part = i - first_chunk[request] * plan.tiles;
+      if (plan.tiles > 1) {
+        const std::int32_t chunks = first_chunk[request + 1] - first_chunk[request];
+        tile = plan.tiles - 1 - part / chunks;  // the last tile of a causal request sees most: longest work first
+        part %= chunks;
+      }
     }
     schedule.request_indices[i] = request;
     schedule.qo_tile_indices[i] = tile;
     schedule.kv_tile_indices[i] = part;
+    schedule.block_valid[i] = i < items ? 1 : 0;
   }
-  for (std::int32_t r = thread; r <= args.batch; r += kThreads) {
+  for (std::int32_t r = thread; r <= batch; r += kThreads) {
     schedule.o_indptr[r] = (plan.split_kv ? first_chunk[r] : r) * plan.qo_len;
   }
   if (schedule.merge_indptr != nullptr) {
-    for (std::int32_t row = thread; row <= args.batch * plan.qo_len; row += kThreads) {
-      const std::int32_t r = row / plan.qo_len;
-      const std::int32_t chunks = r < args.batch ? first_chunk[r + 1] - first_chunk[r] : 0;
-      schedule.merge_indptr[row] = first_chunk[r] * plan.qo_len + row % plan.qo_len * chunks;
+    for (std::int32_t row = thread; row <= batch * plan.qo_len; row += kThreads) {
+      const std::int32_t r = plan.qo_len == 1 ? row : row / plan.qo_len;
+      const std::int32_t chunks = r < batch ? first_chunk[r + 1] - first_chunk[r] : 0;
+      schedule.merge_indptr[row] = first_chunk[r] * plan.qo_len + (row - r * plan.qo_len) * chunks;
     }
   }
   if (thread == 0) {
     *schedule.kv_chunk_size = whole_chunk_tokens(chunk_pages, plan.page_size);
-    *schedule.total_num_rows = args.batch * plan.qo_len;
+    *schedule.total_num_rows = batch * plan.qo_len;
   }
+}
+
+/// Leaves nothing to do, not even to merge; by the whole block.
+__device__ void write_no_work(const Schedule& schedule, std::int32_t rows) {
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < schedule.padded_items; i += kThreads) {
+    schedule.block_valid[i] = 0;
+  }
+  if (schedule.merge_indptr == nullptr) return;
+  for (auto row = static_cast<std::int32_t>(threadIdx.x); row <= rows; row += kThreads) schedule.merge_indptr[row] = 0;
+}
+
+__device__ void raise(GraphAlarm* alarm, const LiveFault& fault) {
+  alarm->reason = static_cast<std::int32_t>(fault.reason);
+  alarm->request = fault.request;
+  alarm->found = fault.found;
+  alarm->expected = fault.expected;
+  __threadfence_system();
+  // Replays follow one another, so nobody else counts; over PCIe there are no atomics.
+  auto* const trips = static_cast<volatile std::uint32_t*>(&alarm->trips);
+  *trips = *trips + 1;
+}
+
+__global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant__ Args args) {
+  __shared__ std::int32_t walked[kMostRequests];
+  __shared__ std::int32_t first_chunk[kMostRequests + 1];
+  __shared__ unsigned counts[ChunkSearch::kCounts];
+  __shared__ std::int32_t warp_sums[kWarps];
+  __shared__ Totals totals;
+  __shared__ std::int32_t at_fault;
+  __shared__ LiveFault fault;
+  __shared__ std::int32_t told;
+  const LiveTable& table = args.table;
+  const Schedule& schedule = args.schedules[blockIdx.x];
+  const DevicePlan& plan = args.plans[blockIdx.x];
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const bool stale_check = args.prepared != nullptr;
+  const std::int32_t planned_batch = stale_check ? args.prepared[0] : args.batch;
+  const std::int32_t planned_chunk = stale_check ? args.prepared[1 + blockIdx.x] : 0;
+  std::int32_t* const stands = stale_check ? &args.prepared[1 + gridDim.x + blockIdx.x] : nullptr;
+  const bool write = !stale_check || *stands == 0;
+
+  // The pages of most tables, on their way while the rest is looked at.
+  constexpr int kAtOnce = 16;
+  const std::int32_t entries = min(max(table.indptr[args.batch], 0), table.max_pages);
+  std::int32_t pages[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const std::int32_t entry = thread + i * kThreads;
+    pages[i] = entry < entries ? table.indices[entry] : 0;
+  }
+
+  if (thread == 0) {
+    at_fault = kNone;
+    told = 0;
+    totals = {0, 0, 1};
+  }
+  __syncthreads();
+  // The first request at fault is told of: threads agree on it, then the one that found it says what is wrong.
+  LiveFault mine;
+  const auto found = [&](const LiveFault& f) {
+    if (mine.reason == Reason::kNone) mine = f;
+    atomicMin(&at_fault, f.request);
+  };
+  if (thread == 0 && planned_batch != args.batch) found({Reason::kBatch, 0, args.batch, planned_batch});
+  for (std::int32_t first = thread - thread % kWarp; first < args.batch; first += kThreads) {
+    const std::int32_t r = first + thread % kWarp;
+    std::int32_t walks = 0;
+    if (r < args.batch) {
+      const LiveFault f = check_extent(table, r);
+      const std::int32_t count = table.indptr[r + 1] - table.indptr[r];
+      const std::int32_t planned = stale_check ? args.prepared_indptr[r + 1] - args.prepared_indptr[r] : count;
+      if (f.reason != Reason::kNone) {
+        found(f);
+      } else {
+        if (count != planned) found({Reason::kStaleTable, r, count, planned});
+        walks = walked[r] = min(max(count, 1), plan.reach);
+        if (blockIdx.x == 0) args.kv_lens[r] = static_cast<std::int32_t>(live_kv_len(table, r));
+      }
+    }
+    const unsigned sum = __reduce_add_sync(kAllLanes, static_cast<unsigned>(walks));
+    const unsigned spared = __reduce_add_sync(kAllLanes, static_cast<unsigned>(min(walks, plan.spared_span)));
+    const std::int32_t longest = __reduce_max_sync(kAllLanes, walks);
+    if (thread % kWarp == 0) {
+      atomicAdd(&totals.pages, sum);
+      atomicAdd(&totals.spared, spared);
+      atomicMax(&totals.longest, longest);
+    }
+  }
+  __syncthreads();
+  if (at_fault == kNone) {
+    std::int32_t chunk_pages = totals.longest;
+    if (write) {
+      if (stale_check) {
+        chunk_pages = (planned_chunk - 1) / plan.page_size + 1;
+      } else if (plan.fixed_chunk_pages > 0) {
+        chunk_pages = plan.fixed_chunk_pages;
+      } else if (plan.split_kv) {
+        chunk_pages = ChunkSearch(plan, walked, args.batch, totals.longest, counts).choose(totals);
+      }
+      sum_chunks(walked, args.batch, chunk_pages, warp_sums, first_chunk);
+    } else {
+      __syncthreads();  // all have read at_fault before it may change
+    }
+    const auto check = [&](std::int32_t page, std::int32_t entry) {
+      if (page < 0 || page >= table.num_pages) found(check_page(table, owner(table.indptr, args.batch, entry), entry));
+    };
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (thread + i * kThreads < entries) check(pages[i], thread + i * kThreads);
+    }
+    for (std::int32_t entry = thread + kAtOnce * kThreads; entry < entries; entry += kThreads) {
+      check(table.indices[entry], entry);
+    }
+    // Written before it is known whether the pages are good: where they are not, it is taken back below.
+    if (write) write_schedule(schedule, plan, args.batch, first_chunk, chunk_pages);
+    __syncthreads();
+  }
+  if (at_fault == kNone) {
+    if (stale_check && thread == 0) *stands = 1;
+    return;
+  }
+  if (mine.reason != Reason::kNone && mine.request == at_fault && atomicExch(&told, 1) == 0) fault = mine;
+  __syncthreads();
+  write_no_work(schedule, args.batch * plan.qo_len);
+  if (stale_check && thread == 0) *stands = 0;
+  if (blockIdx.x > 0) return;
+  for (std::int32_t r = thread; r < args.batch; r += kThreads) args.kv_lens[r] = 0;
+  if (thread == 0) raise(args.alarm, fault);
 }
 
 }  // namespace
