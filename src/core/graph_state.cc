@@ -591,7 +591,8 @@ bool GraphState::read_live_table(std::size_t bucket) {
     return false;
   };
   for (std::int32_t r = 0; r < batch; ++r) {
-    if (const LiveFault fault = check_extent(live, r); fault.reason != Reason::kNone) return stop(fault);
+    const LiveFault fault = check_extent(live, r, live.indptr[r], live.indptr[r + 1], live.last_page_len[r]);
+    if (fault.reason != Reason::kNone) return stop(fault);
   }
   for (std::int32_t r = 0; r < batch; ++r) {
     for (std::int32_t entry = live.indptr[r]; entry < live.indptr[r + 1]; ++entry) {

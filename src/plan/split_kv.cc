@@ -194,14 +194,19 @@ DevicePlan device_plan(const ScheduleShape& shape, const DeviceProps& device, co
   const Tiling tiling(shape.family, work, shape.tile_rows);
   const bool fixed = shape.split_kv && policy.fixed_chunk_tokens > 0;
   const std::int32_t tiles = tiling.tiles_of(work.uniform_qo_len);
-  return {.qo_len = work.uniform_qo_len,
-          .tiles = tiles,
-          .reach = tiling.reach_of(work.uniform_qo_len),
-          .spared_span = tiling.spared_span(work.uniform_qo_len),
-          .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
-          .page_size = work.page_size,
-          .split_kv = shape.split_kv,
-          .rule = ChunkRule(std::int64_t{tiles} * work.batch(), Grid(shape.family, device, work))};
+  DevicePlan plan{.qo_len = work.uniform_qo_len,
+                  .tiles = tiles,
+                  .reach = tiling.reach_of(work.uniform_qo_len),
+                  .spared_span = tiling.spared_span(work.uniform_qo_len),
+                  .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
+                  .page_size = work.page_size,
+                  .split_kv = shape.split_kv,
+                  .rule = ChunkRule(std::int64_t{tiles} * work.batch(), Grid(shape.family, device, work))};
+  for (int i = 0; i < ChunkRule::kLimits && tiles > 0; ++i) {
+    plan.most_chunks[i] = static_cast<std::uint32_t>(
+        std::min<std::int64_t>(plan.rule.limits[i] / tiles, std::numeric_limits<std::uint32_t>::max()));
+  }
+  return plan;
 }
 
 void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<std::byte> out) {
