@@ -1,6 +1,7 @@
 // The search for a chunk, for the planners on the host and for the kernel that plans on the device.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "plan/host_device.h"
@@ -20,9 +21,15 @@ struct GridSize {
   std::int64_t slots = 1;
   std::int64_t depth = 1;
   std::int32_t min_chunk_pages = 1;
+  double merge_pages = 0;  ///< pages whose reading takes as long as bringing in one chunk more at the end
 
   /// Items that splitting may add to a batch: two waves. See choose_chunk.
   FIW_HOST_DEVICE std::int64_t spare_items() const { return 2 * slots / depth; }
+  /// Pages of the least chunk worth cutting from a request of `longest`: n chunks take longest / n + n * merge_pages.
+  FIW_HOST_DEVICE std::int32_t least_chunk(std::int32_t longest) const {
+    const auto best = static_cast<std::int32_t>(sqrt(merge_pages * longest));
+    return best > min_chunk_pages ? best : min_chunk_pages;
+  }
 };
 
 namespace chunk_search {
@@ -78,8 +85,9 @@ template <class Items>
 FIW_HOST_DEVICE std::int32_t choose_chunk(const Items& items, const ChunkTotals& totals, const GridSize& grid) {
   using chunk_search::ceil_div;
   const std::int64_t uncut = totals.uncut_items;
+  const std::int32_t least = grid.least_chunk(totals.longest);
   std::int32_t chunk = totals.longest;
-  if (uncut == 0 || chunk <= grid.min_chunk_pages) return chunk;
+  if (uncut == 0 || chunk <= least) return chunk;
 
   const double ideal = totals.visible_pages * static_cast<double>(grid.depth) / static_cast<double>(grid.slots);
   const auto finish = [&](std::int64_t count, std::int32_t pages) {
@@ -94,7 +102,7 @@ FIW_HOST_DEVICE std::int32_t choose_chunk(const Items& items, const ChunkTotals&
   for (const std::int64_t limit : limits) {
     if (best_finish <= chunk_search::kGoodBalance * ideal) break;
     const std::int32_t longer = chunk;
-    chunk = chunk_search::short_chunk(items, totals, limit, grid.min_chunk_pages, chunk);
+    chunk = chunk_search::short_chunk(items, totals, limit, least, chunk);
     if (chunk == longer) continue;
     const double candidate = finish(limit, chunk);
     if (candidate < best_finish) {
