@@ -63,6 +63,17 @@ bool suits_kernels(const AttentionLaunch& launch) noexcept {
   return suits_kernels(*launch.kv);
 }
 
+/// Whether the schedule leaves out what comes before the window.
+bool skips_window(const ScheduleShape& shape, const AttentionParams& params) noexcept {
+  return shape.family == KernelFamily::kCudaStream || (shape.family == KernelFamily::kTensorTile && params.causal);
+}
+
+/// Rows of the tiles that the general kernel, or a tile kernel in place of another one, makes of a schedule.
+std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
+  if (shape.family == KernelFamily::kCudaStream) return kCudaStreamRows;
+  return shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows;
+}
+
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
   view.k = kv.k;
   view.v = kv.v;
@@ -154,10 +165,11 @@ class CudaBackend final : public Backend {
   AttentionArgs describe(const AttentionLaunch& launch, const DeviceTable& table) const;
   /// Raises the kernel's shared memory limit, once.
   void prepare(const void* function, std::size_t shared_bytes);
-  /// FlashInfer's kernel for a call; none where attend_any is to serve it.
+  /// The kernel for a call; none where attend_any is to serve it.
   struct Chosen {
     const TileKernel* tile = nullptr;
     const CoreKernel* core = nullptr;
+    const StreamKernel* stream = nullptr;
   };
   Chosen choose_kernel(const AttentionLaunch& launch, const StepSpec& spec, const AttentionArgs& args,
                        const DeviceTable& table) const;
@@ -352,7 +364,7 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
       .items = shape.padded_items,
       .split_kv = shape.split_kv,
       .causal = params.causal,
-      .skip_window = shape.family == KernelFamily::kTensorTile && params.causal ? params.window_left : -1,
+      .skip_window = skips_window(shape, params) ? params.window_left : -1,
       .window_left = params.window_left,
       .sm_scale = params.sm_scale,
       .soft_cap = params.logits_soft_cap,
@@ -387,6 +399,10 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
   if (route_ == RouteChoice::kAny || !suits_kernels(launch)) return {};
   const bool options =
       params.logits_soft_cap > 0 || params.window_left >= 0 || spec.sinks || spec.alibi || args.k_head_scale != nullptr;
+  if (launch.shape->family == KernelFamily::kCudaStream) {
+    const std::int32_t group = params.num_qo_heads / params.num_kv_heads;
+    return {.stream = find_stream(spec, launch.shape->max_qo_len * group)};
+  }
   if (launch.shape->family == KernelFamily::kCudaCore) {
     const KvView& kv = args.kv;
     if (kv.k_page == kv.v_page && kv.k_token == kv.v_token && kv.k_head == kv.v_head) {
@@ -434,7 +450,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
-  const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
+  const bool strided = chosen.tile == nullptr && chosen.core == nullptr && chosen.stream == nullptr;
 
   const Tensor& out = launch.out;
   const std::size_t row_bytes = static_cast<std::size_t>(out.heads * out.dim) * size_of(out.dtype);
@@ -445,7 +461,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.out = launch.scratch.data();
     args.lse = reinterpret_cast<float*>(launch.scratch.data() +
                                         align_up(static_cast<std::size_t>(shape.partial_rows) * row_bytes));
-  } else if (!flashinfer || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
+  } else if (strided || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
     args.out = out.data;
     args.lse = launch.lse;
   } else if (captured) {
@@ -469,6 +485,9 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   if (chosen.core != nullptr) {
     prepare(chosen.core->function, chosen.core->shared_bytes);
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
+  } else if (chosen.stream != nullptr) {
+    prepare(chosen.stream->function, chosen.stream->shared_bytes);
+    check(chosen.stream->launch(args, stream), "launching a stream kernel");
   } else if (chosen.tile != nullptr) {
     prepare(chosen.tile->function, chosen.tile->shared_bytes);
     check(chosen.tile->launch(args, stream), "launching a tile kernel");
@@ -478,7 +497,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                       .kv = spec.kv_dtype,
                       .head_dim_qk = params.head_dim_qk,
                       .head_dim_vo = params.head_dim_vo,
-                      .tile_rows = shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows,
+                      .tile_rows = rows_of_tiles(shape),
                       .out_row = shape.split_kv ? out.heads * out.dim : out.row_stride,
                       .out_head = shape.split_kv ? out.dim : out.head_stride},
                      stream),

@@ -2,6 +2,7 @@
 // defined without regard to how it is found, so that one may search step by step and the other all at once.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "plan/host_device.h"
@@ -19,6 +20,7 @@ struct GridSize {
   std::int64_t slots = 1;
   std::int64_t depth = 1;
   std::int32_t min_chunk_pages = 1;
+  float merge_pages = 0;  ///< pages whose reading takes as long as bringing in one chunk more at the end
 
   /// Items that splitting may add to a batch: two waves. See choose_chunk.
   std::int64_t spare_items() const { return 2 * slots / depth; }
@@ -30,6 +32,7 @@ struct ChunkRule {
 
   std::int64_t uncut_items = 0;
   std::int32_t min_chunk_pages = 1;
+  float merge_pages = 0;
   double slot_share = 1;           ///< of a slot, of the work of all items
   double uncut_waves = 0;          ///< in which the slots run uncut_items
   std::int64_t limits[kLimits]{};  ///< numbers of items that chunks are sought for, ascending
@@ -39,6 +42,7 @@ struct ChunkRule {
   ChunkRule(std::int64_t uncut, const GridSize& grid)
       : uncut_items(uncut),
         min_chunk_pages(grid.min_chunk_pages),
+        merge_pages(grid.merge_pages),
         slot_share(static_cast<double>(grid.depth) / static_cast<double>(grid.slots)) {
     const auto waves_of = [&](std::int64_t items) { return (items * grid.depth + grid.slots - 1) / grid.slots; };
     const std::int64_t first = waves_of(uncut);
@@ -47,6 +51,12 @@ struct ChunkRule {
     limits[1] = (first + 1) * grid.slots / grid.depth;
     limits[2] = uncut + grid.spare_items();
     for (int i = 0; i < kLimits; ++i) waves[i] = static_cast<double>(waves_of(limits[i]));
+  }
+
+  /// Pages of the least chunk worth cutting from a request of `longest`: n chunks take longest / n + n * merge_pages.
+  FIW_HOST_DEVICE std::int32_t least_chunk(std::int32_t longest) const {
+    const auto best = static_cast<std::int32_t>(sqrtf(merge_pages * static_cast<float>(longest)));
+    return best > min_chunk_pages ? best : min_chunk_pages;
   }
 };
 
@@ -74,7 +84,7 @@ template <class Shortest>
 FIW_HOST_DEVICE std::int32_t choose_chunk(const Shortest& shortest, const ChunkTotals& totals, const ChunkRule& rule) {
   constexpr double kGoodBalance = 1.25;
   std::int32_t chunk = totals.longest;
-  if (rule.uncut_items == 0 || chunk <= rule.min_chunk_pages) return chunk;
+  if (rule.uncut_items == 0 || chunk <= rule.least_chunk(chunk)) return chunk;
 
   const double ideal = totals.visible_pages * rule.slot_share;
   const auto finish = [&](double waves, std::int32_t pages) {

@@ -72,9 +72,10 @@ void check_partial_elements(const ScheduleShape& shape, const WorkLoad& work) {
 
 void check_family(KernelFamily family, std::int32_t max_qo_len) {
   if (is_hopper(family)) throw Error(Status::kInternal, Reason::kBug, "Hopper schedules are shape_hopper's");
-  const std::int32_t most = family == KernelFamily::kCudaCore    ? 1
-                            : family == KernelFamily::kCpuStream ? kCpuStreamMaxQoLen
-                                                                 : std::numeric_limits<std::int32_t>::max();
+  const std::int32_t most = family == KernelFamily::kCudaCore     ? 1
+                            : family == KernelFamily::kCpuStream  ? kCpuStreamMaxQoLen
+                            : family == KernelFamily::kCudaStream ? kCudaStreamRows
+                                                                  : std::numeric_limits<std::int32_t>::max();
   if (max_qo_len > most) {
     throw Error(Status::kInternal, Reason::kBug,
                 fmt::format("a request has {} query tokens, this kernel family takes {}", max_qo_len, most));
@@ -295,6 +296,7 @@ ScheduleShape worst_shape(KernelFamily family, const DeviceProps& device, const 
   // Tiles never shrink as requests grow, and larger tiles write more partial rows: one request with all rows is worst.
   shape.max_qo_len = uniform ? widest.uniform_qo_len : shape.total_rows;
   if (family == KernelFamily::kCpuStream) shape.max_qo_len = std::min(shape.max_qo_len, kCpuStreamMaxQoLen);
+  if (family == KernelFamily::kCudaStream) shape.max_qo_len = std::min(shape.max_qo_len, kCudaStreamRows);
   const bool any_length = !uniform && policy.fixed_chunk_tokens > 0;
   shape.tile_rows =
       choose_tile_rows(family, device, widest,

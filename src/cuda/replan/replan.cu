@@ -75,7 +75,12 @@ class ChunkSearch {
   /// `counts` [kRounds * kWarp] are zeros in shared memory.
   __device__ ChunkSearch(const DevicePlan& plan, const std::int32_t* walked, std::int32_t batch, std::int32_t longest,
                          unsigned* counts)
-      : plan_(plan), walked_(walked), batch_(batch), longest_(longest), counts_(counts) {}
+      : plan_(plan),
+        walked_(walked),
+        batch_(batch),
+        least_(plan.rule.least_chunk(longest)),
+        longest_(longest),
+        counts_(counts) {}
 
   __device__ std::int32_t choose(const Totals& totals) {
 #pragma unroll 1
@@ -119,13 +124,14 @@ class ChunkSearch {
   /// Of the warps that search.
   __device__ static void synchronize() { asm volatile("bar.sync 1, %0;" ::"n"(kWarps * kWarp) : "memory"); }
 
-  __device__ std::int32_t chunk_at(int index) const { return nth_chunk(index, plan_.rule.min_chunk_pages, longest_); }
+  __device__ std::int32_t chunk_at(int index) const { return nth_chunk(index, least_, longest_); }
   /// Without an index at run time, which would put the array into memory.
   __device__ int last_of(int i) const { return i == 0 ? last_[0] : i == 1 ? last_[1] : last_[2]; }
 
   const DevicePlan& plan_;
   const std::int32_t* walked_;
   std::int32_t batch_;
+  std::int32_t least_;
   std::int32_t longest_;
   unsigned* counts_;                                                     ///< of the round
   int last_[ChunkRule::kLimits] = {kLastIndex, kLastIndex, kLastIndex};  ///< the first index known to be good
