@@ -2,8 +2,8 @@
 """Compares flashinfer-workspace with other attention libraries on one GPU: same process, same tensors, in turns.
 
 Prints a row a shape: microseconds on the device by contestant, ours over the best rival, and our share of what the
-device allows, which the run measures itself; then why cells are empty, and which targets are met. bench/README.md says
-how to set it up.
+device allows, which the run measures itself; then why cells are empty, and which targets are met. How to set it up is
+in docs/comparing.md.
 """
 
 from __future__ import annotations

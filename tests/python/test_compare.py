@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from reference import attend
 
 BENCH = pathlib.Path(__file__).parents[2] / "bench"
