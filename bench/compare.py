@@ -9,6 +9,7 @@ in docs/comparing.md.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -120,6 +121,10 @@ def main(arguments: list[str]) -> int:
             "contestants": names,
             "shapes": records,
             "not_run": not_run,
+            "targets": [
+                dataclasses.asdict(verdict) | {"met": verdict.met}
+                for verdict in report.verdicts(records, limits, comparison.host)
+            ],
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failed else 0

@@ -57,9 +57,11 @@ class Comparison:
         self.limits = measure_limits(self._clock, self._stream, self._samples)
         self._ours, self._rivals, self._missing = contestants(library or installed_library(), self._stream)
         self.device = torch.cuda.get_device_name()
-        self.versions = {"torch": torch.__version__, "cuDNN": str(torch.backends.cudnn.version())} | {
-            name: importlib.metadata.version(name) for name in ("flashinfer-python", "fa3-fwd") if _installed(name)
-        }
+        self.versions = {
+            "fiw": self._ours.workspace.version,
+            "torch": torch.__version__,
+            "cuDNN": str(torch.backends.cudnn.version()),
+        } | {name: importlib.metadata.version(name) for name in ("flashinfer-python", "fa3-fwd") if _installed(name)}
         self.names = [self._ours.name, *(rival.name for rival in self._rivals), *self._missing]
         # A shape takes its cache, and as much again where rivals need it without pages.
         free = torch.cuda.mem_get_info()[0]
@@ -240,7 +242,8 @@ def measure_host(ours: Ours, clock: Clock) -> dict[str, float]:
 
     for name, shape in (("decode", decode((32, 8), 64, 4096)), ("prefill", prefill((32, 8), 16, 2048, 2048))):
         pools = [torch.zeros(shape.cache_bytes // 4, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        call = ours.call(Problem(shape, *pools, 1, seed=1))
+        problem = Problem(shape, *pools, 1, seed=1)  # the call holds addresses alone
+        call = ours.call(problem)
         assert call.plan is not None and call.forget is not None and call.find is not None
         result[f"plan_{name}_us"] = own(call.plan, 0, _HOST_SAMPLES, call.forget)
         if name == "decode":
