@@ -15,27 +15,20 @@ __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
-inline bool device_launches_ahead() {
-  int device = 0;
-  int major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
-}
-
-/// Of a kernel that begins with await_previous_kernel().
+/// Of a kernel that begins with await_previous_kernel(). `ahead`: it was compiled for devices that can.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_ahead(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, std::size_t shared_bytes,
-                         cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute ahead{};
-  ahead.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  ahead.val.programmaticStreamSerializationAllowed = 1;
+                         cudaStream_t stream, bool ahead, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &ahead;
-  config.numAttrs = device_launches_ahead() ? 1 : 0;
+  config.attrs = &attribute;
+  config.numAttrs = ahead ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 

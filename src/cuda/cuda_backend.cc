@@ -183,6 +183,7 @@ class CudaBackend final : public Backend {
   const Allocator allocator_;
   const RouteChoice route_;
   DeviceProps props_;
+  bool launches_ahead_ = false;
   cudaStream_t own_ = nullptr;
   Timeline timeline_;
   Graphs graphs_{device_, timeline_};
@@ -212,7 +213,7 @@ class CudaBackend::Temporary {
 CudaBackend::CudaBackend(int device, const Allocator& allocator, std::optional<CudaRoute> route)
     : device_(device), allocator_(allocator), route_(route ? *route : route_from_environment()) {
   measure();
-  check(load_merge_kernels(), "loading the merge kernels");
+  check(load_merge_kernels(launches_ahead_), "loading the merge kernels");
   check(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   tables_.emplace(*this);
 }
@@ -487,7 +488,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
   } else if (chosen.stream != nullptr) {
     prepare(chosen.stream->function, chosen.stream->shared_bytes);
-    check(chosen.stream->launch(args, stream), "launching a stream kernel");
+    check(chosen.stream->launch(args, launches_ahead_, stream), "launching a stream kernel");
   } else if (chosen.tile != nullptr) {
     prepare(chosen.tile->function, chosen.tile->shared_bytes);
     check(chosen.tile->launch(args, stream), "launching a tile kernel");
@@ -513,7 +514,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
       partials.v_head_scale = args.v_head_scale;
       partials.group = params.num_qo_heads / params.num_kv_heads;
     }
-    check(merge_partials(partials, out, launch.lse, stream), "launching the merge kernel");
+    check(merge_partials(partials, out, launch.lse, launches_ahead_, stream), "launching the merge kernel");
   } else if (bounce) {
     copy_tensor(out, ConstTensor(bounce->data(), out.dtype, out.rows, out.heads, out.dim, out.device), stream);
   }
@@ -656,7 +657,7 @@ void CudaBackend::merge(const MergeLaunch& launch) {
   const bool captured = is_capturing(stream);
   enter(stream, captured);
   check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
-                     launch.out, launch.lse, stream),
+                     launch.out, launch.lse, launches_ahead_, stream),
         "launching the merge kernel");
   leave(stream, captured);
 }

@@ -143,22 +143,22 @@ __global__ void __launch_bounds__(kWarps * 32)
 }
 
 template <class T, class Source>
-cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStream_t stream) {
+cudaError_t launch(const Source& source, const Tensor& out, float* lse, bool ahead, cudaStream_t stream) {
   static_assert(kPerPass == kWarps * 32, "a thread stores one value a pass");
   return launch_ahead(&merge_kernel<T, Source>, static_cast<unsigned>(out.rows * out.heads), kWarps * 32, 0, stream,
-                      source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse,
+                      ahead, source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse,
                       static_cast<std::int32_t>(out.heads), static_cast<std::int32_t>(out.dim));
 }
 
 template <class Source>
-cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStream_t stream) {
+cudaError_t launch(const Source& source, const Tensor& out, float* lse, bool ahead, cudaStream_t stream) {
   switch (out.dtype) {
     case DType::kFloat32:
-      return launch<float>(source, out, lse, stream);
+      return launch<float>(source, out, lse, ahead, stream);
     case DType::kFloat16:
-      return launch<half>(source, out, lse, stream);
+      return launch<half>(source, out, lse, ahead, stream);
     case DType::kBFloat16:
-      return launch<__nv_bfloat16>(source, out, lse, stream);
+      return launch<__nv_bfloat16>(source, out, lse, ahead, stream);
     case DType::kFloat8E4M3:
     case DType::kFloat8E5M2:
       break;
@@ -168,25 +168,27 @@ cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStre
 
 }  // namespace
 
-cudaError_t load_merge_kernels() {
+cudaError_t load_merge_kernels(bool& ahead) {
   cudaFuncAttributes attributes;
   for (const void* kernel : {reinterpret_cast<const void*>(&merge_kernel<float, PartialSource>),
                              reinterpret_cast<const void*>(&merge_kernel<half, PartialSource>),
                              reinterpret_cast<const void*>(&merge_kernel<__nv_bfloat16, PartialSource>)}) {
     if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel); status != cudaSuccess) return status;
   }
+  ahead = attributes.ptxVersion >= 90;  // what was compiled for older ones does not wait for the kernel before it
   return cudaSuccess;
 }
 
-cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, cudaStream_t stream) {
+cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, bool ahead,
+                           cudaStream_t stream) {
   return launch(
       PartialSource{
           .rows = partials, .heads = static_cast<std::int32_t>(out.heads), .dim = static_cast<std::int32_t>(out.dim)},
-      out, lse, stream);
+      out, lse, ahead, stream);
 }
 
 cudaError_t merge_states(std::span<const MergePart> parts, const MergePart* device_parts, const Tensor& out, float* lse,
-                         cudaStream_t stream) {
+                         bool ahead, cudaStream_t stream) {
   StateSource source{.device_parts = device_parts,
                      .parts = static_cast<std::int32_t>(parts.size()),
                      .heads = static_cast<std::int32_t>(out.heads),
@@ -195,7 +197,7 @@ cudaError_t merge_states(std::span<const MergePart> parts, const MergePart* devi
     source.device_parts = nullptr;
     std::ranges::copy(parts, source.inline_parts);
   }
-  return launch(source, out, lse, stream);
+  return launch(source, out, lse, ahead, stream);
 }
 
 }  // namespace fiw::cuda

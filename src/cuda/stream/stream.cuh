@@ -7,7 +7,8 @@
 //   memory, filled by asynchronous copies, and keeps its own running maximum, sums and values. Nothing in the loop
 //   waits for another warp; they meet once, at the end of the chunk. Two blocks to a multiprocessor keep 128 KB under
 //   way: 4.4 TB/s for a microsecond of latency are 33 KB.
-// - Keys are the rows of the matrix products (S^T = K Q^T, O^T = V^T P^T) and queries their columns. So 1 to 8 rows cost
+// - Keys are the rows of the matrix products (S^T = K Q^T, O^T = V^T P^T) and queries their columns. So 1 to 8 rows
+// cost
 //   one product of 8 columns, where the usual order pads them to 16, and each 8 rows more another one. Weights come out
 //   of the first product transposed to what the second one takes; one instruction turns 8 x 8 of them round.
 // - fp8 stays fp8 in shared memory and goes to fp16 in registers, one instruction for two elements, exactly. bfloat16
@@ -614,9 +615,9 @@ struct StreamInstance {
   using Config = StreamConfig<Q, Kv, kDim, kRows>;
   static constexpr std::size_t kSharedBytes = sizeof(StreamShared<Config>);
 
-  static cudaError_t launch(const AttentionArgs& args, cudaStream_t stream) {
+  static cudaError_t launch(const AttentionArgs& args, bool ahead, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(args.items) * static_cast<unsigned>(args.kv.num_kv_heads);
-    return launch_ahead(&stream_kernel<Config, Q, Kv>, blocks, Config::kThreads, kSharedBytes, stream, args);
+    return launch_ahead(&stream_kernel<Config, Q, Kv>, blocks, Config::kThreads, kSharedBytes, stream, ahead, args);
   }
 
   static StreamKernel describe() {

@@ -18,7 +18,8 @@ struct StreamKernel {
   const void* function = nullptr;
   std::size_t shared_bytes = 0;
   std::int32_t threads = 0;
-  cudaError_t (*launch)(const AttentionArgs& args, cudaStream_t stream) = nullptr;
+  /// `ahead`: see ahead.cuh.
+  cudaError_t (*launch)(const AttentionArgs& args, bool ahead, cudaStream_t stream) = nullptr;
 };
 
 struct StreamEntry {
