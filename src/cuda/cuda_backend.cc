@@ -436,6 +436,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   DeviceTable fixed;
   const DeviceTable& table = table_of(launch, fixed);
   const bool captured = launch.fixed != nullptr;
+  const RelaxedCapture relaxed(captured);
   if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
@@ -621,6 +622,7 @@ void CudaBackend::append(const AppendLaunch& launch) {
     at.kv_lens = table.kv_lens;
   }
   const bool captured = launch.fixed != nullptr;
+  const RelaxedCapture relaxed(captured);
   enter(stream, captured);
   check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");
   leave(stream, captured);
@@ -642,6 +644,7 @@ void CudaBackend::merge(const MergeLaunch& launch) {
     upload(device_parts->data(), staged, launch.stream);
   }
   const bool captured = is_capturing(stream);
+  const RelaxedCapture relaxed(captured);
   enter(stream, captured);
   check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
                      launch.out, launch.lse, stream),

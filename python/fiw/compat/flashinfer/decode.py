@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fiw.compat.flashinfer._graph import FixedBuffers
+from fiw.compat.flashinfer._graph import FixedBuffers, GraphRuns, PlanShape
 from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned
 from fiw.compat.flashinfer._terms import (
     DTypeLike,
@@ -96,6 +96,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._use_tensor_cores = use_tensor_cores
         self._plan: PagedPlan | None = None
         self._batch_size = 0
+        self._graph_runs: GraphRuns | None = None
         if use_cuda_graph:
             required = {
                 "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -104,6 +105,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             }
             self._fixed = FixedBuffers(required, {})
             self._fixed.check_length("paged_kv_indptr_buffer", "paged_kv_last_page_len_buffer", 1)
+            self._graph_runs = GraphRuns(
+                len(self._fixed["paged_kv_last_page_len_buffer"]), len(self._fixed["paged_kv_indices_buffer"])
+            )
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -169,23 +173,33 @@ class BatchDecodeWithPagedKVCacheWrapper:
         table = page_table(indptr, indices, last_page_len, page_size, seq_lens)
         if q_len_per_req > 1 and batch_size and min(table.kv_lens) < q_len_per_req:
             raise ValueError(f"a request has {min(table.kv_lens)} tokens, expected q_len_per_req = {q_len_per_req}")
+        copies = {}
         if self._use_cuda_graph:
-            self._fixed.fill(
+            copies = self._fixed.check(
                 {"paged_kv_indptr_buffer": indptr, "paged_kv_last_page_len_buffer": last_page_len},
                 {"paged_kv_indices_buffer": indices},
-                non_blocking,
             )
         workspace = workspace_of(self._buffer, split_tokens(fixed_split_size, disable_split_kv, page_size))
-        self._plan = PagedPlan(
-            workspace,
+        plan = PagedPlan(
+            PlanShape(
+                workspace,
+                page_size,
+                (num_qo_heads, num_kv_heads),
+                (head_dim, head_dim),
+                dtypes,
+                window=q_len_per_req,
+                masked=False,
+            ),
             table,
             np.arange(batch_size + 1, dtype=np.int32) * q_len_per_req,
-            (num_qo_heads, num_kv_heads),
-            (head_dim, head_dim),
-            dtypes,
             variant,
-            window=q_len_per_req,
+            self.device,
+            verify=q_len_per_req > 1,
+            graph_runs=self._graph_runs,
         )
+        if self._use_cuda_graph:
+            self._fixed.fill(copies, non_blocking)
+        self._plan = plan
         self._batch_size = batch_size
 
     begin_forward = plan
