@@ -29,6 +29,15 @@ def ws():
         yield workspace
 
 
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def device(request):
+    """A torch.device. Tests on CUDA are skipped where there is none."""
+    torch = pytest.importorskip("torch", reason="skipped: no torch")
+    if request.param == "cuda" and not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
+        pytest.skip("skipped: no CUDA device")
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
 NUMPY_DTYPES = {
     "float32": np.float32,
     "float16": np.float16,

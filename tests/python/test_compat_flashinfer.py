@@ -20,15 +20,6 @@ from fiw.compat.flashinfer import _graph, _paged, _terms  # noqa: E402
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu":
-        return torch.device("cpu")
-    if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
-        pytest.skip("skipped: no CUDA device")
-    return torch.device("cuda", 0)
-
-
 @pytest.fixture
 def one_rng(seed: int) -> np.random.Generator:
     torch.manual_seed(seed)
