@@ -8,6 +8,7 @@ Tensors are those of any framework with DLPack; none is copied.
 """
 
 from fiw._fiw import version as _version
+from fiw.allocator import Allocator
 from fiw.errors import (
     BackendError,
     BusyError,
@@ -34,6 +35,7 @@ from fiw.workspace import AttentionStep, FlashInferWorkspace, compiled_with
 __version__: str = _version()
 
 __all__ = [
+    "Allocator",
     "AttentionStep",
     "BackendError",
     "BusyError",

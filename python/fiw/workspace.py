@@ -20,6 +20,7 @@ from fiw._tensors import (
     stream_handle,
     view,
 )
+from fiw.allocator import Allocator
 from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, native_extras, pack_mask
@@ -194,6 +195,7 @@ class FlashInferWorkspace:
         fixed_split_tokens: int = 2048,
         verify_cuda_graph: bool | None = None,
         cuda_route: CudaRoute | None = None,
+        allocator: Allocator | None = None,
     ) -> FlashInferWorkspace | None:
         """A workspace on a device; None where its backend is not compiled in.
 
@@ -210,6 +212,7 @@ class FlashInferWorkspace:
             cuda_route: which kernels serve a call, wherever they can, for tests and measurements: "table" (what is
                 expected to take the least time), "core", "tile", "hopper", "hopper_paged" or "any"; None: as
                 FIW_CUDA_ROUTE in the environment says, or the table. Without effect on the CPU.
+            allocator: where its memory comes from; None: cudaMallocAsync, or the heap.
 
         Raises:
             NoDeviceError, OutOfMemoryError, InvalidArgumentError
@@ -226,6 +229,7 @@ class FlashInferWorkspace:
             fixed_split_tokens,
             -1 if verify_cuda_graph is None else int(verify_cuda_graph),
             _route_value(cuda_route),
+            _checked_allocator(allocator),
         )
         return None if workspace is None else FlashInferWorkspace(workspace)
 
@@ -569,6 +573,13 @@ class FlashInferWorkspace:
             native,
         )
         return (out, lse) if want_lse else out
+
+
+def _checked_allocator(allocator: Allocator | None) -> Allocator | None:
+    for name in ("allocate", "free"):
+        if allocator is not None and not callable(getattr(allocator, name, None)):
+            raise InvalidArgumentError(f"allocator is {allocator!r}, expected an object with {name}()", _REASON_OPTIONS)
+    return allocator
 
 
 def _route_value(route: str | None) -> int:
