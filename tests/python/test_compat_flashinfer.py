@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -734,6 +736,94 @@ def test_prefill_from_cuda_graphs(rng: np.random.Generator, device: torch.device
         return masks
 
     check_replays(case, options, 0, plan, wrapper)
+
+
+def test_an_engine_that_plans_in_the_wrappers_buffers(one_rng: np.random.Generator, device: torch.device) -> None:
+    """As SGLang does: page numbers come from a kernel, page starts from the host as well."""
+    case = Case(one_rng, device, prefill=False)
+    options = Options(causal=True)
+    _, indptr, indices, last_page_len = graph_buffers(case)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace_buffer(device), indptr, indices, last_page_len, case.layout
+    )
+
+    def plan() -> None:
+        wrapper._paged_kv_indices_buf[: len(case.indices)] = case.indices
+        wrapper.begin_forward(
+            case.indptr,
+            wrapper._paged_kv_indices_buf,
+            case.last_page_len,
+            case.heads,
+            case.kv_heads,
+            case.dim,
+            case.page_size,
+            q_data_type=case.q_dtype,
+            data_type=case.kv_dtype,
+            **override,
+        )
+
+    override = {}
+    plan()
+    wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)
+    override = {"global_override_indptr_cpu": case.indptr.cpu()}
+
+    def plan_fast() -> None:
+        override["global_override_indptr_cpu"] = case.indptr.cpu()
+        plan()
+        assert torch.equal(indptr, case.indptr) and torch.equal(last_page_len, case.last_page_len)
+
+    check_replays(case, options, 0, plan_fast, wrapper)
+
+
+def test_what_engines_read(one_rng: np.random.Generator) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=True)
+    buffer = workspace_buffer(case.device)
+    buffers = dict(
+        zip(("qo_indptr", "indptr", "indices", "last", "mask", "mask_indptr"), graph_buffers(case, True), strict=True)
+    )
+    pages = {
+        "_paged_kv_indptr_buf": buffers["indptr"],
+        "_paged_kv_indices_buf": buffers["indices"],
+        "_paged_kv_last_page_len_buf": buffers["last"],
+    }
+    masks = {"_custom_mask_buf": buffers["mask"], "_mask_indptr_buf": buffers["mask_indptr"]}
+    queries = {"_qo_indptr_buf": buffers["qo_indptr"]}
+    options = {"window_left": 5, "logits_soft_cap": None, "sm_scale": 0.25}
+    arrays = (case.qo_indptr, case.indptr, case.indices, case.last_page_len)
+    sizes = (case.heads, case.kv_heads, case.dim)
+    for wrapper_class, given, plan_arguments in (
+        (flashinfer.BatchDecodeWithPagedKVCacheWrapper, pages, (*arrays[1:], *sizes, case.page_size)),
+        (flashinfer.BatchPrefillWithPagedKVCacheWrapper, queries | pages | masks, (*arrays, *sizes, case.page_size)),
+        (
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+            queries | {"_kv_indptr_buf": buffers["indptr"]} | masks,
+            (case.qo_indptr, case.qo_indptr, *sizes),
+        ),
+    ):
+        plain = wrapper_class(buffer)
+        assert plain._float_workspace_buffer is buffer
+        with pytest.raises(RuntimeError, match="plan"):
+            _ = plain._sm_scale
+        for name in given:
+            assert getattr(plain, name) is None
+        causal = {} if "Decode" in wrapper_class.__name__ else {"causal": True}
+        plain.plan(*plan_arguments, q_data_type=case.q_dtype, **options, **causal)
+        read = (plain._causal, plain._window_left, plain._logits_soft_cap, plain._sm_scale)
+        assert read == (True, 5, 0.0, 0.25)
+        of_graphs = wrapper_class(buffer, "NHD", True, **keywords_of(wrapper_class, given))
+        for name, tensor in given.items():
+            assert getattr(of_graphs, name) is tensor
+            with pytest.raises(AttributeError):
+                setattr(of_graphs, name, tensor)
+
+
+def keywords_of(wrapper_class: type, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Buffers by the names of the constructor's parameters."""
+    parameters = inspect.signature(wrapper_class.__init__).parameters
+    return {
+        next(parameter for parameter in parameters if parameter in (name[1:], f"{name[1:]}fer")): tensor
+        for name, tensor in given.items()
+    }
 
 
 def pretend_capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:

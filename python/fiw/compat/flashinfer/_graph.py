@@ -27,6 +27,9 @@ class FixedBuffers:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._buffers[name]
 
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._buffers.get(name)
+
     def check_length(self, name: str, other: str, more: int) -> None:
         """`name` has `more` elements than `other`."""
         length, expected = len(self._buffers[name]), len(self._buffers[other]) + more

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import fiw
+from fiw.compat.flashinfer._engines import ReadByEngines, fixed_buffer
 from fiw.compat.flashinfer._graph import FixedBuffers, GraphRuns, PlanShape
 from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned, uniform_window
 from fiw.compat.flashinfer._terms import (
@@ -158,7 +159,7 @@ def _packed_mask(
     return fiw.PackedMask(bits.to(device), byte_indptr.to(device))
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(ReadByEngines):
     """Prefill or append attention for a batch over a paged cache: plan() once a step, run() once a layer.
 
     `float_workspace_buffer` names a workspace and its device; nothing is written to it. Wrappers with the same buffer
@@ -192,6 +193,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._max_total_num_rows = max_total_num_rows
         self._plan: PagedPlan | None = None
+        self._fixed: FixedBuffers | None = None
         self._graph_runs: GraphRuns | None = None
         if use_cuda_graph:
             required = {
@@ -208,6 +210,16 @@ class BatchPrefillWithPagedKVCacheWrapper:
             self._graph_runs = GraphRuns(
                 len(self._fixed["paged_kv_last_page_len_buf"]), len(self._fixed["paged_kv_indices_buf"])
             )
+
+    _qo_indptr_buf = fixed_buffer("qo_indptr_buf")
+    _paged_kv_indptr_buf = fixed_buffer("paged_kv_indptr_buf")
+    _paged_kv_indices_buf = fixed_buffer("paged_kv_indices_buf")
+    _paged_kv_last_page_len_buf = fixed_buffer("paged_kv_last_page_len_buf")
+    _custom_mask_buf = fixed_buffer("custom_mask_buf")
+    _mask_indptr_buf = fixed_buffer("mask_indptr_buf")
+
+    def _options(self) -> Variant:
+        return planned(self._plan).variant
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -277,7 +289,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             raise ValueError(f"qo_indptr has {query_starts.size} elements, expected batch_size + 1 = {table.batch + 1}")
         mask = _packed_mask(custom_mask, packed_custom_mask, np.diff(query_starts), table.kv_lens, self.device)
         rows, copies, graph_mask = self._max_total_num_rows, {}, None
-        if self._use_cuda_graph:
+        if self._fixed is not None:
             rows = _check_rows(query_starts, rows)
             copies = self._fixed.check(
                 {
@@ -308,7 +320,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             graph_runs=self._graph_runs,
             graph_mask=graph_mask,
         )
-        if self._use_cuda_graph:
+        if self._fixed is not None:
             self._fixed.fill(copies, non_blocking)
         self._plan, self._max_total_num_rows = plan, rows
 
@@ -390,7 +402,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
     forward_return_lse = partialmethod(forward, return_lse=True)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(ReadByEngines):
     """Prefill attention for a batch over K and V that lie together, request after request.
 
     `float_workspace_buffer` names a workspace and its device; nothing is written to it. Wrappers with the same buffer
@@ -419,12 +431,21 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._max_total_num_rows: int | None = None
         self._variant: Variant | None = None
+        self._fixed: FixedBuffers | None = None
         if use_cuda_graph:
             self._fixed = FixedBuffers(
                 {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf},
                 {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf},
             )
             self._fixed.check_length("kv_indptr_buf", "qo_indptr_buf", 0)
+
+    _qo_indptr_buf = fixed_buffer("qo_indptr_buf")
+    _kv_indptr_buf = fixed_buffer("kv_indptr_buf")
+    _custom_mask_buf = fixed_buffer("custom_mask_buf")
+    _mask_indptr_buf = fixed_buffer("mask_indptr_buf")
+
+    def _options(self) -> Variant:
+        return planned(self._variant)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -493,7 +514,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         if key_starts.size != query_starts.size:
             raise ValueError(f"kv_indptr has {key_starts.size} elements, expected {query_starts.size}, as qo_indptr")
         mask = _packed_mask(custom_mask, packed_custom_mask, np.diff(query_starts), np.diff(key_starts), self.device)
-        if self._use_cuda_graph:
+        if self._fixed is not None:
             rows = _check_rows(query_starts, self._max_total_num_rows)
             copies = self._fixed.check(
                 {"qo_indptr_buf": qo_indptr, "kv_indptr_buf": kv_indptr}
