@@ -25,10 +25,10 @@ from fiw.errors import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
-from fiw.graph import DevicePageTable, GraphSession, GraphStats
+from fiw.graph import GraphSession, GraphStats
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, alibi_slopes, pack_mask
-from fiw.page_table import PageTable
+from fiw.page_table import DevicePageTable, PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
 from fiw.workspace import AttentionStep, FlashInferWorkspace, compiled_with
 

@@ -24,7 +24,7 @@ from fiw.allocator import Allocator
 from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, native_extras, pack_mask
-from fiw.page_table import PageTable
+from fiw.page_table import DevicePageTable, PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
 
 CudaRoute = Literal["table", "core", "tile", "hopper", "hopper_paged", "any"]
@@ -301,6 +301,32 @@ class FlashInferWorkspace:
         values = self._workspace.stats()
         caches: dict[str, Any] = {name: CacheStats(**values.pop(name)) for name in ("decode", "prefill", "verify")}
         return WorkspaceStats(**caches, **values)
+
+    def read_table(
+        self,
+        table: DevicePageTable | tuple[Tensor, Tensor, Tensor],
+        page_size: int,
+        num_pages: int,
+        *,
+        version: int = 0,
+        stream: Any = None,
+    ) -> PageTable:
+        """The page table that lies in three arrays on the workspace's device: to be called once a step.
+
+        Args:
+            table: indptr int32 [batch + 1], indices [indptr[batch]] or more, last_page_len [batch].
+            page_size, num_pages: as `PageTable` has them.
+            version: the caller's word for the contents: where these very arrays were read before with this version,
+                nothing is read again. 0: no word, the arrays are copied to the host, in the order of `stream`, and
+                waited for.
+
+        Contents equal to those of a table read before share its plans. Others are validated, and the message of an
+        InvalidArgumentError names request, value and limit. Once read, the arrays may change.
+        """
+        table = DevicePageTable(*table)
+        native = stream_handle(stream, table.indptr)
+        arrays = (view(f"table.{name}", getattr(table, name), stream=native) for name in table._fields)
+        return PageTable._wrap(self._workspace.read_table(*arrays, page_size, num_pages, version, native))
 
     def plan_decode(self, table: PageTable, spec: StepSpec) -> AttentionStep:
         """Plans a step of one query token a request: validates, looks the plan up or makes it."""

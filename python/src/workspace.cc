@@ -242,6 +242,25 @@ void bind_workspace(nb::module_& module) {
            [](const Workspace& workspace) { return fiw_workspace_verify_cuda_graph(workspace.get()) != 0; })
       .def("stats", &stats)
       .def(
+          "read_table",
+          [](const Workspace& workspace, const Tensor& indptr, const Tensor& indices, const Tensor& last_page_len,
+             std::int32_t page_size, std::int64_t num_pages, std::uint64_t version, Stream stream) {
+            const fiw_device_page_table table = {sizeof(fiw_device_page_table),
+                                                 page_size,
+                                                 0,
+                                                 num_pages,
+                                                 indptr.dl(),
+                                                 indices.dl(),
+                                                 last_page_len.dl(),
+                                                 version};
+            fiw_page_table* handle = nullptr;
+            call_unlocked([&](fiw_error* error) {
+              return fiw_page_table_from_device(workspace.get(), &table, &handle, native(stream), error);
+            });
+            return PageTable(handle);
+          },
+          "indptr"_a, "indices"_a, "last_page_len"_a, "page_size"_a, "num_pages"_a, "version"_a, "stream"_a)
+      .def(
           "plan_decode",
           [](const Workspace& workspace, const PageTable& table, const fiw_step_spec& spec) {
             return make_step(workspace, [&, pages = table.handle()](fiw_step** out, fiw_error* error) {

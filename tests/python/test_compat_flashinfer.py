@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-import fiw
+from frameworks import has_cuda
 from reference import attend as attend_by_rows
 
 torch = pytest.importorskip("torch", reason="skipped: no torch")
@@ -906,7 +906,7 @@ def test_query_lengths_that_no_graph_takes(
 
 
 def test_capture_needs_use_cuda_graph(one_rng: np.random.Generator) -> None:
-    if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
+    if not has_cuda():
         pytest.skip("skipped: no CUDA device")
     case = Case(one_rng, torch.device("cuda", 0), prefill=False)
     wrapper = planned_decode(case, workspace_buffer(case.device))
