@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -117,7 +118,7 @@ class GraphRuns:
 
 
 def _make(shape: PlanShape, spec: fiw.StepSpec, batch: int, max_pages: int, num_pages: int) -> fiw.GraphSession:
-    limits = {
+    limits: dict[str, Any] = {
         "max_batch": batch,
         "max_pages": max(1, max_pages),
         "page_size": shape.page_size,
