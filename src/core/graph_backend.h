@@ -32,8 +32,9 @@ struct ReplanLaunch {
   std::span<const Part> parts{};
   FixedTable table{};
   std::int32_t* kv_lens = nullptr;  ///< [batch], written; zeros where the alarm is raised, so that nothing is appended
-  /// What the host planned for last: its batch, then for each part the tokens of a chunk. Null: plan.
-  const std::int32_t* prepared = nullptr;
+  /// What the host planned for last: its batch; for each part the tokens of a chunk; then for each part whether its
+  /// schedule still stands in memory, which the kernel keeps true. Null: plan.
+  std::int32_t* prepared = nullptr;
   const std::int32_t* prepared_indptr = nullptr;  ///< ... its table's; with `prepared`
   std::int32_t batch = 0;
   std::int32_t page_size = 1;

@@ -226,7 +226,7 @@ void GraphState::lay_out() {
     scratch_bytes_ = std::max({scratch_bytes_, kind.scratch_bytes, std::size_t{1}});
   }
   end = align_up(end);
-  table_.prepared = ints(1 + kinds_.size());
+  table_.prepared = ints(1 + 2 * kinds_.size());
   table_.indptr = ints(batch + 1);
   table_.last_page_len = ints(batch);
   table_.kv_lens = ints(batch);
@@ -512,6 +512,7 @@ std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {
     for (std::size_t i = 0; i < kinds_.size(); ++i) {
       write_schedule(next_[i], work_of(kinds_[i]), staged.subspan(kinds_[i].offset - begin, next_[i].bytes));
       record[1 + i] = next_[i].kv_chunk_tokens;
+      record[1 + kinds_.size() + i] = 1;
     }
   }
   write_table(table, staged.data() + table_.indptr - begin);
@@ -590,7 +591,8 @@ bool GraphState::read_live_table(std::size_t bucket) {
     return false;
   };
   for (std::int32_t r = 0; r < batch; ++r) {
-    if (const LiveFault fault = check_extent(live, r); fault.reason != Reason::kNone) return stop(fault);
+    const LiveFault fault = check_extent(live, r, live.indptr[r], live.indptr[r + 1], live.last_page_len[r]);
+    if (fault.reason != Reason::kNone) return stop(fault);
   }
   for (std::int32_t r = 0; r < batch; ++r) {
     for (std::int32_t entry = live.indptr[r]; entry < live.indptr[r + 1]; ++entry) {

@@ -56,7 +56,7 @@ class GraphState {
   /// Offsets of the session's copy of the table, int32 arrays.
   struct TableLayout {
     std::size_t qo_indptr = 0;      ///< [max_batch + 1]
-    std::size_t prepared = 0;       ///< [1 + kinds]: the bucket prepared last, and the tokens of each kind's chunks
+    std::size_t prepared = 0;       ///< [1 + 2 * kinds], see ReplanLaunch
     std::size_t indptr = 0;         ///< [max_batch + 1]
     std::size_t last_page_len = 0;  ///< [max_batch]
     std::size_t kv_lens = 0;        ///< [max_batch]

@@ -4,6 +4,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/allocate.h"
 #include "core/backend.h"
 #include "core/caller_memory.h"
 #include "core/fail.h"
@@ -62,6 +63,17 @@ bool suits_kernels(const AttentionLaunch& launch) noexcept {
   return suits_kernels(*launch.kv);
 }
 
+/// Whether the schedule leaves out what comes before the window.
+bool skips_window(const ScheduleShape& shape, const AttentionParams& params) noexcept {
+  return shape.family == KernelFamily::kCudaStream || (shape.family == KernelFamily::kTensorTile && params.causal);
+}
+
+/// Rows of the tiles that the general kernel, or a tile kernel in place of another one, makes of a schedule.
+std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
+  if (shape.family == KernelFamily::kCudaStream) return kCudaStreamRows;
+  return shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows;
+}
+
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
   view.k = kv.k;
   view.v = kv.v;
@@ -91,6 +103,14 @@ void copy_tensor(const Tensor& to, const ConstTensor& from, cudaStream_t stream)
                             static_cast<std::size_t>(to.rows), cudaMemcpyDeviceToDevice, stream),
           "cudaMemcpy2DAsync");
   }
+}
+
+DeviceTable view_of(const FixedTable& table) noexcept {
+  return {.indptr = table.indptr,
+          .indices = table.indices,
+          .last_page_len = table.last_page_len,
+          .kv_lens = table.kv_lens,
+          .qo_indptr = table.qo_indptr};
 }
 
 bool is_contiguous(const Tensor& t) noexcept {
@@ -145,10 +165,11 @@ class CudaBackend final : public Backend {
   AttentionArgs describe(const AttentionLaunch& launch, const DeviceTable& table) const;
   /// Raises the kernel's shared memory limit, once.
   void prepare(const void* function, std::size_t shared_bytes);
-  /// FlashInfer's kernel for a call; none where attend_any is to serve it.
+  /// The kernel for a call; none where attend_any is to serve it.
   struct Chosen {
     const TileKernel* tile = nullptr;
     const CoreKernel* core = nullptr;
+    const StreamKernel* stream = nullptr;
   };
   Chosen choose_kernel(const AttentionLaunch& launch, const StepSpec& spec, const AttentionArgs& args,
                        const DeviceTable& table) const;
@@ -157,7 +178,6 @@ class CudaBackend final : public Backend {
   class Temporary;
   /// `tensor` itself where the Hopper kernel can address it, else a contiguous copy in `copy`.
   ConstTensor addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream);
-  std::byte* allocate_or_throw(std::size_t bytes, Stream stream, const char* what);
 
   const int device_;
   const Allocator allocator_;
@@ -175,7 +195,7 @@ class CudaBackend final : public Backend {
 class CudaBackend::Temporary {
  public:
   Temporary(CudaBackend& backend, std::size_t bytes, Stream stream, const char* what)
-      : backend_(backend), bytes_(bytes), stream_(stream), memory_(backend.allocate_or_throw(bytes, stream, what)) {}
+      : backend_(backend), bytes_(bytes), stream_(stream), memory_(allocate_or_throw(backend, bytes, what, stream)) {}
   Temporary(const Temporary&) = delete;
   Temporary& operator=(const Temporary&) = delete;
   ~Temporary() { backend_.release(memory_, bytes_, stream_); }
@@ -283,15 +303,6 @@ void CudaBackend::release(std::byte* memory, std::size_t bytes, Stream stream) n
   }
 }
 
-std::byte* CudaBackend::allocate_or_throw(std::size_t bytes, Stream stream, const char* what) {
-  std::byte* const memory = allocate(bytes, stream);
-  if (memory == nullptr) {
-    throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for {} bytes of {}", bytes, what))
-        .needs(bytes);
-  }
-  return memory;
-}
-
 std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t bytes) {
   const DeviceGuard guard(device_);
   return ring_.stage(bytes);
@@ -353,7 +364,7 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
       .items = shape.padded_items,
       .split_kv = shape.split_kv,
       .causal = params.causal,
-      .skip_window = shape.family == KernelFamily::kTensorTile && params.causal ? params.window_left : -1,
+      .skip_window = skips_window(shape, params) ? params.window_left : -1,
       .window_left = params.window_left,
       .sm_scale = params.sm_scale,
       .soft_cap = params.logits_soft_cap,
@@ -388,6 +399,10 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
   if (route_ == RouteChoice::kAny || !suits_kernels(launch)) return {};
   const bool options =
       params.logits_soft_cap > 0 || params.window_left >= 0 || spec.sinks || spec.alibi || args.k_head_scale != nullptr;
+  if (launch.shape->family == KernelFamily::kCudaStream) {
+    const std::int32_t group = params.num_qo_heads / params.num_kv_heads;
+    return {.stream = find_stream(spec, launch.shape->max_qo_len * group)};
+  }
   if (launch.shape->family == KernelFamily::kCudaCore) {
     const KvView& kv = args.kv;
     if (kv.k_page == kv.v_page && kv.k_token == kv.v_token && kv.k_head == kv.v_head) {
@@ -406,12 +421,8 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
 
 const DeviceTable& CudaBackend::table_of(const AttentionLaunch& launch, DeviceTable& fixed) {
   if (launch.fixed != nullptr) {
-    fixed = {.indptr = launch.fixed->indptr,
-             .indices = launch.fixed->indices,
-             .last_page_len = launch.fixed->last_page_len,
-             .kv_lens = launch.fixed->kv_lens,
-             .qo_indptr = launch.fixed->qo_indptr,
-             .rows_before_start = launch.uniform_qo_len > 1};  // some later table may have such a request
+    fixed = view_of(*launch.fixed);
+    fixed.rows_before_start = launch.uniform_qo_len > 1;  // some later table may have such a request
     return fixed;
   }
   refuse_capture(static_cast<cudaStream_t>(launch.stream));
@@ -440,7 +451,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
-  const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
+  const bool strided = chosen.tile == nullptr && chosen.core == nullptr && chosen.stream == nullptr;
 
   const Tensor& out = launch.out;
   const std::size_t row_bytes = static_cast<std::size_t>(out.heads * out.dim) * size_of(out.dtype);
@@ -451,7 +462,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.out = launch.scratch.data();
     args.lse = reinterpret_cast<float*>(launch.scratch.data() +
                                         align_up(static_cast<std::size_t>(shape.partial_rows) * row_bytes));
-  } else if (!flashinfer || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
+  } else if (strided || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
     args.out = out.data;
     args.lse = launch.lse;
   } else if (captured) {
@@ -475,6 +486,9 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   if (chosen.core != nullptr) {
     prepare(chosen.core->function, chosen.core->shared_bytes);
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
+  } else if (chosen.stream != nullptr) {
+    prepare(chosen.stream->function, chosen.stream->shared_bytes);
+    check(chosen.stream->launch(args, stream), "launching a stream kernel");
   } else if (chosen.tile != nullptr) {
     prepare(chosen.tile->function, chosen.tile->shared_bytes);
     check(chosen.tile->launch(args, stream), "launching a tile kernel");
@@ -484,7 +498,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                       .kv = spec.kv_dtype,
                       .head_dim_qk = params.head_dim_qk,
                       .head_dim_vo = params.head_dim_vo,
-                      .tile_rows = shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows,
+                      .tile_rows = rows_of_tiles(shape),
                       .out_row = shape.split_kv ? out.heads * out.dim : out.row_stride,
                       .out_head = shape.split_kv ? out.dim : out.head_stride},
                      stream),
@@ -607,20 +621,18 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
 void CudaBackend::append(const AppendLaunch& launch) {
   const DeviceGuard guard(device_);
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  AppendTable at{.batch = launch.table->batch()};
+  DeviceTable table;
   if (launch.fixed != nullptr) {
-    at.append_indptr = launch.fixed->qo_indptr;
-    at.indptr = launch.fixed->indptr;
-    at.indices = launch.fixed->indices;
-    at.kv_lens = launch.fixed->kv_lens;
+    table = view_of(*launch.fixed);
   } else {
     refuse_capture(stream);
-    const DeviceTable& table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
-    at.append_indptr = table.qo_indptr;
-    at.indptr = table.indptr;
-    at.indices = table.indices;
-    at.kv_lens = table.kv_lens;
+    table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
   }
+  const AppendTable at{.batch = launch.table->batch(),
+                       .append_indptr = table.qo_indptr,
+                       .indptr = table.indptr,
+                       .indices = table.indices,
+                       .kv_lens = table.kv_lens};
   const bool captured = launch.fixed != nullptr;
   const RelaxedCapture relaxed(captured);
   enter(stream, captured);

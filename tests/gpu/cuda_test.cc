@@ -13,6 +13,7 @@
 
 #include "gate.h"
 #include "support/problem.h"
+#include "support/stream.h"
 
 namespace fiw::test {
 namespace {
@@ -21,17 +22,11 @@ constexpr int kDevice = 0;
 
 void check(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
 
-class OwnedStream {
+class OwnedStream : public TestStream {
  public:
-  OwnedStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  OwnedStream(const OwnedStream&) = delete;
-  OwnedStream& operator=(const OwnedStream&) = delete;
-  ~OwnedStream() { cudaStreamDestroy(stream_); }
-  cudaStream_t get() const { return stream_; }
-  void synchronize() const { check(cudaStreamSynchronize(stream_)); }
-
- private:
-  cudaStream_t stream_ = nullptr;
+  OwnedStream() : TestStream(kDevice) {}
+  cudaStream_t get() const { return static_cast<cudaStream_t>(TestStream::get()); }
+  void synchronize() const { check(cudaStreamSynchronize(get())); }
 };
 
 class Cuda : public testing::Test, public Seeded {

@@ -58,7 +58,10 @@ TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
                   .causal = rng_.chance(0.8),
                   .uniform_qo_len = rng_.pick({1, 1, 2, 5, 16})};
     const bool ungrouped = work.num_qo_heads == work.num_kv_heads && work.uniform_qo_len == 1;
-    const KernelFamily family = ungrouped ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
+    KernelFamily family = ungrouped ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
+    if (work.group_size() * work.uniform_qo_len <= kCudaStreamRows && rng_.chance(0.5)) {
+      family = KernelFamily::kCudaStream;
+    }
     std::vector<std::int32_t> counts;
     const std::int32_t most = std::max(1, rng_.pick({40, 4000, 60000}) / work.page_size);
     for (std::int32_t r = 0; r < batch; ++r) counts.push_back(rng_.chance(0.2) ? 0 : rng_.uniform(1, most));

@@ -52,8 +52,7 @@ struct Span {
     const std::int64_t chunk_size = *call.kv_chunk_size;
     begin = call.split_kv ? min(chunk * chunk_size + start, kv_len) : min(start, kv_len);
     end = call.split_kv ? min((chunk + 1) * chunk_size + start, kv_len) : kv_len;
-    const std::int64_t reach = min(max(kv_len, std::int64_t{1}), window + args.tile_rows);
-    chunks = call.split_kv ? (reach + chunk_size - 1) / chunk_size : 1;
+    chunks = call.split_kv && qo_len > 0 ? (call.o_indptr[request + 1] - call.o_indptr[request]) / qo_len : 1;
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/ahead.cuh"
 #include "cuda/merge/merge.h"
 
 namespace fiw::cuda {
@@ -83,6 +84,7 @@ template <class T, class Source>
 __global__ void __launch_bounds__(kWarps * 32)
     merge_kernel(const __grid_constant__ Source source, T* out, std::int64_t row_stride, std::int64_t head_stride,
                  float* lse, std::int32_t heads, std::int32_t dim) {
+  await_previous_kernel();
   const std::int64_t index = blockIdx.x;
   const std::int64_t row = index / heads;
   const auto head = static_cast<std::int32_t>(index - row * heads);
@@ -143,10 +145,9 @@ __global__ void __launch_bounds__(kWarps * 32)
 template <class T, class Source>
 cudaError_t launch(const Source& source, const Tensor& out, float* lse, cudaStream_t stream) {
   static_assert(kPerPass == kWarps * 32, "a thread stores one value a pass");
-  merge_kernel<T><<<static_cast<unsigned>(out.rows * out.heads), kWarps * 32, 0, stream>>>(
-      source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse, static_cast<std::int32_t>(out.heads),
-      static_cast<std::int32_t>(out.dim));
-  return cudaGetLastError();
+  return launch_ahead(&merge_kernel<T, Source>, static_cast<unsigned>(out.rows * out.heads), kWarps * 32, 0, stream,
+                      source, static_cast<T*>(out.data), out.row_stride, out.head_stride, lse,
+                      static_cast<std::int32_t>(out.heads), static_cast<std::int32_t>(out.dim));
 }
 
 template <class Source>
