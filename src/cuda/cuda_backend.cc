@@ -448,6 +448,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   DeviceTable fixed;
   const DeviceTable& table = table_of(launch, fixed);
   const bool captured = launch.fixed != nullptr;
+  const RelaxedCapture relaxed(captured);
   if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
@@ -634,6 +635,7 @@ void CudaBackend::append(const AppendLaunch& launch) {
                        .indices = table.indices,
                        .kv_lens = table.kv_lens};
   const bool captured = launch.fixed != nullptr;
+  const RelaxedCapture relaxed(captured);
   enter(stream, captured);
   check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");
   leave(stream, captured);
@@ -655,6 +657,7 @@ void CudaBackend::merge(const MergeLaunch& launch) {
     upload(device_parts->data(), staged, launch.stream);
   }
   const bool captured = is_capturing(stream);
+  const RelaxedCapture relaxed(captured);
   enter(stream, captured);
   check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
                      launch.out, launch.lse, launches_ahead_, stream),

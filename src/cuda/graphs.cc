@@ -100,6 +100,7 @@ void Graphs::replan(const ReplanLaunch& launch) {
   if (launch.batch > kMostRequests) {
     fail(Reason::kBatch, "a live table serves up to {} requests, the bucket has {}", kMostRequests, launch.batch);
   }
+  const RelaxedCapture relaxed(true);
   check(cuda::replan(launch, static_cast<cudaStream_t>(launch.stream)), "launching the planning kernel");
 }
 
