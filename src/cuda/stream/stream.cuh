@@ -59,6 +59,25 @@ struct StreamConfig {
   static_assert(kStages >= 2);
 };
 
+/// The query heads of a KV head: which token and head a packed row is. Without divisions: every block asks at its
+/// start.
+class HeadGroup {
+ public:
+  __device__ explicit HeadGroup(const AttentionArgs& call)
+      : size_(call.num_qo_heads / call.kv.num_kv_heads), inverse_((65536 + size_ - 1) / size_) {}
+
+  __device__ __forceinline__ std::int32_t size() const { return size_; }
+  /// Exact up to row 32.
+  __device__ __forceinline__ std::int32_t token(std::int32_t row) const { return row * inverse_ >> 16; }
+  __device__ __forceinline__ std::int32_t head(std::int32_t kv_head, std::int32_t row) const {
+    return kv_head * size_ + row - token(row) * size_;
+  }
+
+ private:
+  std::int32_t size_;
+  std::int32_t inverse_;
+};
+
 /// What a row needs to know where keys are looked at one by one.
 struct StreamRow {
   std::int32_t first;     ///< key that it sees
@@ -75,6 +94,7 @@ struct StreamShared {
   float query_scale[8 * Config::kTiles8];
   float2 states[Config::kWarps][8 * Config::kTiles8];  ///< each warp's maximum and sum
   float norms[8 * Config::kTiles8];
+  std::int64_t out_at[8 * Config::kTiles8];  ///< where the row's results go
 };
 
 /// 16-byte chunk `chunk` of row `row` lies at this place in its row, so that 8 rows' same chunks are in 8 banks.
@@ -194,19 +214,18 @@ class StreamReader {
 /// Puts the rows' queries where products find them; rows beyond the request's are zeros. A warp takes whole rows.
 template <class Config, class Q>
 __device__ __forceinline__ void arrange_queries(StreamShared<Config>& shared, const AttentionArgs& call,
-                                                const StreamSpan& span, std::int32_t kv_head, std::int32_t group,
+                                                const StreamSpan& span, std::int32_t kv_head, const HeadGroup& group,
                                                 int warp, int lane) {
   constexpr int kRows = 8 * Config::kTiles8;
   constexpr int kPasses = kRows / Config::kWarps;
   constexpr int kPairs = Config::kSteps / 4;  // a lane's, of a row
-  const std::int32_t rows = span.qo_len * group;
+  const std::int32_t rows = span.qo_len * group.size();
   std::uint32_t pairs[kPasses][kPairs];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * Config::kWarps + warp;
-    const std::int32_t token = row / group;
-    const std::int64_t at = (std::int64_t{span.first_row} + token) * call.q_row +
-                            (std::int64_t{kv_head} * group + row - token * group) * call.q_head;
+    const std::int64_t at = (std::int64_t{span.first_row} + group.token(row)) * call.q_row +
+                            std::int64_t{group.head(kv_head, row)} * call.q_head;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       pairs[pass][i] =
@@ -454,7 +473,7 @@ class StreamWarp {
 /// Brings the warps' states together and writes the rows' results. All threads of the block take part.
 template <class Config, class Q, class Kv>
 __device__ __forceinline__ void finish(StreamShared<Config>& shared, const AttentionArgs& call, const StreamSpan& span,
-                                       std::int32_t kv_head, std::int32_t group, const StreamWarp<Config, Kv>& mine,
+                                       std::int32_t kv_head, const HeadGroup& group, const StreamWarp<Config, Kv>& mine,
                                        int warp, int lane) {
   constexpr float kLog2E = 1.44269504088896340736F;
   constexpr float kLn2 = 0.693147180559945309417F;
@@ -492,9 +511,8 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
     }
   }
 
-  const std::int32_t rows = span.qo_len * group;
+  const std::int32_t rows = span.qo_len * group.size();
   const int thread = warp * 32 + lane;
-  const auto out_row = [&](int row) { return std::int64_t{span.out_row} + std::int64_t{row / group} * span.out_step; };
   if (thread < rows) {
     const int row = thread;
     float top = -INFINITY;
@@ -504,7 +522,7 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
       const float2 state = shared.states[w][row];
       sum += state.x == top ? state.y : state.y * exp2_fast(state.x - top);
     }
-    const std::int32_t head = kv_head * group + row % group;
+    const std::int32_t head = group.head(kv_head, row);
     float norm = 0;
     float log_sum = -INFINITY;
     if (top != -INFINITY || isnan(sum)) {  // fmaxf passes over NaN, the sum does not
@@ -520,9 +538,10 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
       log_sum = top + log2f(sum);
     }
     shared.norms[row] = norm;
-    if (call.lse != nullptr) {
-      call.lse[out_row(row) * call.num_qo_heads + head] = call.split_kv ? log_sum : log_sum * kLn2;
-    }
+    const std::int64_t out_row = span.out_row + std::int64_t{group.token(row)} * span.out_step;
+    const std::int64_t at = out_row * call.num_qo_heads + head;
+    shared.out_at[row] = at * kDim;
+    if (call.lse != nullptr) call.lse[at] = call.split_kv ? log_sum : log_sum * kLn2;
   }
   __syncthreads();
 
@@ -540,8 +559,7 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
       total.w += x.w;
     }
     const float norm = shared.norms[row];
-    const std::int64_t head = std::int64_t{kv_head} * group + row % group;
-    *reinterpret_cast<uint2*>(static_cast<Q*>(call.out) + (out_row(row) * call.num_qo_heads + head) * kDim + d) = {
+    *reinterpret_cast<uint2*>(static_cast<Q*>(call.out) + shared.out_at[row] + d) = {
         pack(total.x * norm, total.y * norm, Q{}), pack(total.z * norm, total.w * norm, Q{})};
   }
 }
@@ -564,7 +582,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2) stream_kernel(const __gri
 
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int32_t group = call.num_qo_heads / call.kv.num_kv_heads;
+  const HeadGroup group(call);
   constexpr int kStages = Config::kStages;
   const std::uint32_t ring =
       static_cast<std::uint32_t>(__cvta_generic_to_shared(shared.ring)) + warp * kStages * 2 * Config::kTileBytes;
@@ -580,16 +598,16 @@ __global__ void __launch_bounds__(Config::kThreads, 2) stream_kernel(const __gri
   constexpr float kLog2E = 1.44269504088896340736F;
   arrange_queries<Config, Q>(shared, call, span, kv_head, group, warp, lane);
   if (const int row = static_cast<int>(threadIdx.x); row < 8 * Config::kTiles8) {
-    const std::int32_t token = row / group;
+    const std::int32_t token = group.token(row);
     const std::int32_t position = span.kv_len - span.qo_len + token;
     const bool used = token < span.qo_len;
     shared.rows[row] = {
-        .first = call.window_left < 0 ? 0 : max(0, position - call.window_left),
+        .first = call.window_left < 0 ? 0 : max(0, position - min(call.window_left, span.kv_len)),
         .end = !used         ? 0
                : call.causal ? min(span.end, position + 1)
                              : span.end,
         .position = position,
-        .slope = call.alibi_slopes != nullptr && used ? call.alibi_slopes[kv_head * group + row % group] : 0.0F};
+        .slope = call.alibi_slopes != nullptr && used ? call.alibi_slopes[group.head(kv_head, row)] : 0.0F};
   }
   __syncthreads();
 
