@@ -105,7 +105,7 @@ typedef enum fiw_status {
   FIW_CLOSED = 20,
   FIW_BUSY = 21,        ///< another thread is in a call on the same workspace; nothing was changed
   FIW_STALE_PLAN = 22,  ///< a captured graph met a page table that its plan was not made for
-  FIW_FAILED = 23,      ///< a sticky device fault marked the workspace failed; only close and free still work
+  FIW_FAILED = 23,      ///< a sticky device fault: what enqueues work fails until the process ends; close and free work
   FIW_OUT_OF_MEMORY = 30,
   FIW_WORKSPACE_TOO_SMALL = 31,  ///< a fixed-size workspace; `bytes_required` would do
   FIW_UNAVAILABLE = 40,          ///< the backend is not compiled in

@@ -60,8 +60,9 @@ class GraphBackend {
   virtual void begin(Stream stream) = 0;
   virtual std::unique_ptr<Recording> end(Stream stream) = 0;
   virtual void abandon(Stream stream) noexcept = 0;
-  /// Throws where what is enqueued on `stream` would be run and not recorded.
-  virtual void check_recording(Stream stream) const = 0;
+  /// Which recording `stream` is part of; all streams of one have the same. Throws where what is enqueued on it would
+  /// be run instead.
+  virtual std::uint64_t recording_on(Stream stream) const = 0;
   virtual void replay(const Recording& recording, Stream stream) = 0;
   virtual std::shared_ptr<GraphAlarm> make_alarm() = 0;
   virtual void replan(const ReplanLaunch& launch) = 0;

@@ -1,5 +1,7 @@
 // The CUDA backend: FlashInfer's kernels behind the interface that every backend has.
 #include <algorithm>
+#include <limits>
+#include <mutex>
 #include <optional>
 #include <unordered_set>
 #include <vector>
@@ -74,6 +76,13 @@ std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
   return shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows;
 }
 
+/// FlashInfer's kernels number the slots of a page table in 32 bits. A captured step's table was sized so.
+bool numbers_slots(const AttentionLaunch& launch) noexcept {
+  if (launch.kv == nullptr || launch.fixed != nullptr) return true;
+  return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <=
+         std::int64_t{std::numeric_limits<std::uint32_t>::max()};
+}
+
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
   view.k = kv.k;
   view.v = kv.v;
@@ -92,17 +101,42 @@ void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexc
 
 /// Copies between two tensors of one shape and type, whatever their strides.
 void copy_tensor(const Tensor& to, const ConstTensor& from, cudaStream_t stream) {
+  constexpr std::int64_t kMostPitch = std::numeric_limits<std::int32_t>::max();
   const auto element = static_cast<std::int64_t>(size_of(to.dtype));
-  const auto pitch = [&](std::int64_t row_stride) {
-    return static_cast<std::size_t>(std::max(row_stride, to.dim) * element);
-  };
+  const auto width = static_cast<std::size_t>(to.dim * element);
+  const std::int64_t to_pitch = std::max(to.row_stride, to.dim) * element;
+  const std::int64_t from_pitch = std::max(from.row_stride, to.dim) * element;
+  // Rows too far apart for one copy are copied each.
+  const std::int64_t at_once = std::max(to_pitch, from_pitch) <= kMostPitch ? to.rows : 1;
   for (std::int64_t head = 0; head < to.heads; ++head) {
-    check(cudaMemcpy2DAsync(static_cast<std::byte*>(to.data) + head * to.head_stride * element, pitch(to.row_stride),
-                            static_cast<const std::byte*>(from.data) + head * from.head_stride * element,
-                            pitch(from.row_stride), static_cast<std::size_t>(to.dim * element),
-                            static_cast<std::size_t>(to.rows), cudaMemcpyDeviceToDevice, stream),
-          "cudaMemcpy2DAsync");
+    auto* const target = static_cast<std::byte*>(to.data) + head * to.head_stride * element;
+    const auto* const source = static_cast<const std::byte*>(from.data) + head * from.head_stride * element;
+    for (std::int64_t row = 0; row < to.rows; row += at_once) {
+      check(cudaMemcpy2DAsync(target + row * to_pitch, at_once > 1 ? static_cast<std::size_t>(to_pitch) : width,
+                              source + row * from_pitch, at_once > 1 ? static_cast<std::size_t>(from_pitch) : width,
+                              width, static_cast<std::size_t>(at_once), cudaMemcpyDeviceToDevice, stream),
+            "cudaMemcpy2DAsync");
+    }
   }
+}
+
+/// No element is reached through the stride of an axis with one entry, but kernels reckon with it: the compact one.
+template <class T>
+T with_plain_strides(T tensor) noexcept {
+  if (tensor.heads == 1) tensor.head_stride = tensor.dim;
+  if (tensor.rows <= 1) tensor.row_stride = tensor.heads * tensor.head_stride;
+  return tensor;
+}
+
+KvCache with_plain_strides(KvCache kv) noexcept {
+  const auto plain = [&](KvCache::Strides& stride, std::int64_t dim) {
+    if (kv.num_kv_heads == 1) stride.head = dim;
+    if (kv.page_size == 1) stride.token = kv.num_kv_heads * stride.head;
+    if (kv.num_pages <= 1) stride.page = std::max(kv.page_size * stride.token, kv.num_kv_heads * stride.head);
+  };
+  plain(kv.k_stride, kv.head_dim_qk);
+  plain(kv.v_stride, kv.head_dim_vo);
+  return kv;
 }
 
 DeviceTable view_of(const FixedTable& table) noexcept {
@@ -151,12 +185,9 @@ class CudaBackend final : public Backend {
   static void refuse_capture(cudaStream_t stream);
   /// The device copy of a call's requests; a captured call's own, put together in `fixed`.
   const DeviceTable& table_of(const AttentionLaunch& launch, DeviceTable& fixed);
-  /// Takes and leaves a call's place in the timeline; a captured call has one at each replay instead.
-  void enter(cudaStream_t stream, bool captured) {
-    if (!captured) timeline_.enter(stream);
-  }
-  void leave(cudaStream_t stream, bool captured) {
-    if (!captured) timeline_.leave(stream);
+  /// A call's place in the timeline; a captured call has one at each replay instead.
+  std::optional<Timeline::Entry> enter(cudaStream_t stream, bool captured) {
+    return captured ? std::nullopt : std::optional<Timeline::Entry>(std::in_place, timeline_, stream);
   }
   /// Our own stream where the caller names none: what it carries is ordered by the timeline, not by the default stream.
   cudaStream_t own_or(Stream stream) const noexcept {
@@ -186,6 +217,7 @@ class CudaBackend final : public Backend {
   bool launches_ahead_ = false;
   cudaStream_t own_ = nullptr;
   Timeline timeline_;
+  std::mutex releasing_;  ///< plans and sessions may outlive the workspace, each with a thread of its own
   Graphs graphs_{device_, timeline_};
   PinnedRing ring_;
   std::unordered_set<const void*> prepared_;
@@ -272,7 +304,7 @@ std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
   refuse_capture(on);
-  timeline_.enter(on);
+  Timeline::Entry entry(timeline_, on);
   void* memory = nullptr;
   if (allocator_.allocate != nullptr) {
     memory = allocate_from(allocator_, bytes, kAlignment, on);
@@ -284,21 +316,22 @@ std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
     }
     check(status, "cudaMallocAsync");
   }
-  timeline_.leave(on);
+  entry.leave();
   return static_cast<std::byte*>(memory);
 }
 
 void CudaBackend::release(std::byte* memory, std::size_t bytes, Stream stream) noexcept {
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
+  const std::scoped_lock lock(releasing_);
   try {
-    timeline_.enter(on);
+    Timeline::Entry entry(timeline_, on);
     if (allocator_.free != nullptr) {
       allocator_.free(allocator_.context, memory, bytes, on);
     } else {
       check(cudaFreeAsync(memory, on), "cudaFreeAsync");
     }
-    timeline_.leave(on);
+    entry.leave();
   } catch (const Error&) {
     // Nothing can be freed on a lost device.
   }
@@ -306,6 +339,7 @@ void CudaBackend::release(std::byte* memory, std::size_t bytes, Stream stream) n
 
 std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t bytes) {
   const DeviceGuard guard(device_);
+  const RelaxedCapture relaxed(true);  // another thread may be capturing, which forbids looking at events
   return ring_.stage(bytes);
 }
 
@@ -313,14 +347,16 @@ void CudaBackend::upload(std::byte* device_slice, std::span<const std::byte> sta
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
   refuse_capture(on);
-  timeline_.enter(on);
+  Timeline::Entry entry(timeline_, on);
   ring_.upload(device_slice, staged, on);
-  timeline_.leave(on);
+  entry.leave();
 }
 
 void CudaBackend::fetch(std::span<const HostCopy> arrays, Stream stream) {
   const DeviceGuard guard(device_);
   const auto on = static_cast<cudaStream_t>(stream);
+  refuse_capture(on);
+  const RelaxedCapture relaxed(true);  // see stage()
   std::size_t bytes = 0;
   for (const HostCopy& array : arrays) bytes += array.to.size();
   // Pinned, so that all copies are under way before the one wait. Not uploaded: the slot is free again afterwards.
@@ -398,6 +434,7 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
                                                const AttentionArgs& args, const DeviceTable& table) const {
   const AttentionParams& params = *launch.params;
   if (route_ == RouteChoice::kAny || !suits_kernels(launch)) return {};
+  if (launch.shape->family != KernelFamily::kCudaStream && !numbers_slots(launch)) return {};
   const bool options =
       params.logits_soft_cap > 0 || params.window_left >= 0 || spec.sinks || spec.alibi || args.k_head_scale != nullptr;
   if (launch.shape->family == KernelFamily::kCudaStream) {
@@ -434,8 +471,20 @@ const DeviceTable& CudaBackend::table_of(const AttentionLaunch& launch, DeviceTa
                        launch.stream);
 }
 
-void CudaBackend::attend(const AttentionLaunch& launch) {
+void CudaBackend::attend(const AttentionLaunch& given) {
   const DeviceGuard guard(device_);
+  AttentionLaunch launch = given;
+  std::optional<KvCache> kv;
+  std::optional<RaggedKv> ragged;
+  launch.q = with_plain_strides(launch.q);
+  launch.out = with_plain_strides(launch.out);
+  if (launch.kv != nullptr) {
+    launch.kv = &kv.emplace(with_plain_strides(*launch.kv));
+  } else {
+    launch.ragged = &ragged.emplace(*launch.ragged);
+    ragged->k = with_plain_strides(ragged->k);
+    ragged->v = with_plain_strides(ragged->v);
+  }
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   const AttentionParams& params = *launch.params;
   const ScheduleShape& shape = *launch.shape;
@@ -483,7 +532,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.lse = reinterpret_cast<float*>(lse.emplace(*this, bytes, launch.stream, "logarithms").data());
   }
 
-  enter(stream, captured);
+  std::optional<Timeline::Entry> entry = enter(stream, captured);
   if (chosen.core != nullptr) {
     prepare(chosen.core->function, chosen.core->shared_bytes);
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
@@ -519,7 +568,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   } else if (bounce) {
     copy_tensor(out, ConstTensor(bounce->data(), out.dtype, out.rows, out.heads, out.dim, out.device), stream);
   }
-  leave(stream, captured);
+  if (entry) entry->leave();
 }
 
 ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream) {
@@ -527,9 +576,7 @@ ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Te
   copy.emplace(*this, static_cast<std::size_t>(tensor.rows * tensor.heads * tensor.dim) * size_of(tensor.dtype), stream,
                "an aligned copy");
   const Tensor aligned(copy->data(), tensor.dtype, tensor.rows, tensor.heads, tensor.dim, tensor.device);
-  timeline_.enter(stream);
   copy_tensor(aligned, tensor, stream);
-  timeline_.leave(stream);
   return aligned;
 }
 
@@ -542,6 +589,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
   prepare(kernel->function, kernel->shared_bytes);
 
+  Timeline::Entry entry(timeline_, stream);
   std::optional<Temporary> q_copy;
   std::optional<Temporary> k_copy;
   std::optional<Temporary> v_copy;
@@ -591,7 +639,6 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
 
   if (in_place) {
     read_pages(args.call.kv, *launch.kv, table);
-    timeline_.enter(stream);
   } else if (launch.kv != nullptr) {
     const std::int64_t tokens = launch.table->total_kv();
     std::byte* memory = launch.scratch.data();
@@ -601,7 +648,6 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     const ConstTensor k(memory, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
     const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
     const ConstTensor v(memory + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
-    timeline_.enter(stream);
     check(gather_kv(
               *launch.kv,
               {.batch = shape.batch, .indptr = table.indptr, .indices = table.indices, .kv_offsets = table.kv_offsets},
@@ -611,12 +657,11 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   } else {
     const ConstTensor k = addressable(launch.ragged->k, k_copy, stream);
     const ConstTensor v = addressable(launch.ragged->v, v_copy, stream);
-    timeline_.enter(stream);
     read_from(k, v);
   }
   check(kernel->launch(args, stream), "launching a Hopper kernel");
   if (out_copy) copy_tensor(launch.out, out, stream);
-  timeline_.leave(stream);
+  entry.leave();
 }
 
 void CudaBackend::append(const AppendLaunch& launch) {
@@ -636,9 +681,9 @@ void CudaBackend::append(const AppendLaunch& launch) {
                        .kv_lens = table.kv_lens};
   const bool captured = launch.fixed != nullptr;
   const RelaxedCapture relaxed(captured);
-  enter(stream, captured);
+  std::optional<Timeline::Entry> entry = enter(stream, captured);
   check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");
-  leave(stream, captured);
+  if (entry) entry->leave();
 }
 
 void CudaBackend::merge(const MergeLaunch& launch) {
@@ -658,11 +703,11 @@ void CudaBackend::merge(const MergeLaunch& launch) {
   }
   const bool captured = is_capturing(stream);
   const RelaxedCapture relaxed(captured);
-  enter(stream, captured);
+  std::optional<Timeline::Entry> entry = enter(stream, captured);
   check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
                      launch.out, launch.lse, launches_ahead_, stream),
         "launching the merge kernel");
-  leave(stream, captured);
+  if (entry) entry->leave();
 }
 
 }  // namespace cuda

@@ -22,10 +22,17 @@ std::size_t ring_of(std::size_t bytes) noexcept {
 
 PinnedRing::PinnedRing() {
   rings_.resize(std::numeric_limits<std::size_t>::digits);
-  add_slots(rings_.front(), kSmallSlot, kSmallSlots);
+  try {
+    add_slots(rings_.front(), kSmallSlot, kSmallSlots);
+  } catch (...) {
+    release();
+    throw;
+  }
 }
 
-PinnedRing::~PinnedRing() {
+PinnedRing::~PinnedRing() { release(); }
+
+void PinnedRing::release() noexcept {
   for (const Ring& ring : rings_) {
     for (const Slot& slot : ring.slots) cudaEventDestroy(slot.done);
   }

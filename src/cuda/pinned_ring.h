@@ -35,6 +35,7 @@ class PinnedRing {
     std::vector<Slot> slots;
     std::size_t next = 0;  ///< the slot that has been in flight longest
   };
+  void release() noexcept;
   /// Whether the ring's next slot can be written to.
   static bool is_free(Ring& ring);
   /// One allocation, cut into `count` slots, which are the ring's next ones.

@@ -101,7 +101,7 @@ Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept 
   const double rows = static_cast<double>(request.total_rows) / batch;
   double seen = static_cast<double>(request.total_kv) / batch;  // keys of a row
   if (params.causal) seen -= rows / 2;
-  if (params.window_left >= 0) seen = std::min<double>(seen, params.window_left + 1);
+  if (params.window_left >= 0) seen = std::min(seen, params.window_left + 1.0);
   const double a_row = 2.0 * (params.head_dim_qk + params.head_dim_vo) * seen;
 
   // FA3 neither packs the heads of a group into a tile nor cuts keys: its works come in rounds, the last one half
@@ -151,6 +151,11 @@ RouteChoice route_from_environment() {
 }
 
 KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, RouteChoice choice) {
+  constexpr std::int32_t kMostHeads = 65535;  // of a grid's third axis
+  if (request.spec.params.num_kv_heads > kMostHeads) {
+    unsupported(Reason::kHeadCount, "num_kv_heads is {}, on CUDA up to {} are served", request.spec.params.num_kv_heads,
+                kMostHeads);
+  }
   if (choice == RouteChoice::kAny) return KernelFamily::kTensorTile;
   refuse_unbuilt(request.spec);
   if (choice == RouteChoice::kTile) return KernelFamily::kTensorTile;

@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "cuda/any/any.h"
+#include "cuda/launch.cuh"
 
 namespace fiw::cuda {
 namespace {
@@ -177,8 +178,7 @@ __global__ void __launch_bounds__(kWarps * 32) any_kernel(const __grid_constant_
 template <class Q, class Kv>
 cudaError_t launch(const AnyArgs& args, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(args.call.items), 1, static_cast<unsigned>(args.call.kv.num_kv_heads));
-  any_kernel<Q, Kv><<<grid, kWarps * 32, 0, stream>>>(args);
-  return cudaGetLastError();
+  return launch_kernel(&any_kernel<Q, Kv>, grid, kWarps * 32, stream, args);
 }
 
 template <class Q>

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "cuda/ahead.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/merge/merge.h"
 
 namespace fiw::cuda {

@@ -3,6 +3,7 @@
 // reciprocal, and the chunk is sought among many candidates at once instead of by halves. Most of all it waits for its
 // own instructions, each of which runs but a few times: so loops are not unrolled. The result is that of the planners
 // on the host, entry for entry.
+#include "cuda/launch.cuh"
 #include "cuda/replan/replan.h"
 #include "plan/chunk_search.h"
 #include "plan/live_table.h"
@@ -453,8 +454,7 @@ cudaError_t replan(const ReplanLaunch& launch, cudaStream_t stream) {
                          .padded_items = shape.padded_items};
     args.plans[i] = part.plan;
   }
-  replan_kernel<<<static_cast<unsigned>(launch.parts.size()), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return launch_kernel(&replan_kernel, static_cast<unsigned>(launch.parts.size()), kThreads, stream, args);
 }
 
 }  // namespace fiw::cuda

@@ -26,7 +26,7 @@
 #include <array>
 #include <type_traits>
 
-#include "cuda/ahead.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/soft_tanh.cuh"
 #include "cuda/stream/mma.cuh"
 #include "cuda/stream/stream.h"

@@ -18,7 +18,7 @@ struct StreamKernel {
   const void* function = nullptr;
   std::size_t shared_bytes = 0;
   std::int32_t threads = 0;
-  /// `ahead`: see ahead.cuh.
+  /// `ahead`: see launch.cuh.
   cudaError_t (*launch)(const AttentionArgs& args, bool ahead, cudaStream_t stream) = nullptr;
 };
 

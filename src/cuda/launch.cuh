@@ -1,5 +1,6 @@
-// Launching a kernel ahead of the end of the one before it in its stream, so that the time of a launch passes while
-// that one still works: programmatic dependent launch, on sm_90 and newer. Elsewhere everything happens in turn.
+// Launches whose status is their own, and not that of an earlier call whose error nobody read. A kernel may be launched
+// ahead of the end of the one before it in its stream, so that the time of a launch passes while that one still works:
+// programmatic dependent launch, on sm_90 and newer. Elsewhere everything happens in turn.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +8,16 @@
 #include <cstddef>
 
 namespace fiw::cuda {
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
 
 /// First in a kernel that is launched ahead: waits until all that the kernel before it wrote can be read.
 __device__ __forceinline__ void await_previous_kernel() {
