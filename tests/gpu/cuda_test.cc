@@ -107,6 +107,20 @@ TEST_F(Cuda, UploadsInFlightAreNotOverwritten) {
   }
 }
 
+TEST_F(Cuda, AnErrorThatNobodyReadIsNotOurs) {
+  const auto workspace = make_workspace(kDevice);
+  Problem problem(kDevice, decode({300, 20}), rng_);
+  for (int i = 0; i < 3; ++i) {
+    void* memory = nullptr;
+    ASSERT_EQ(cudaMalloc(&memory, std::size_t{1} << 50), cudaErrorMemoryAllocation);
+    problem.call(*workspace);
+    EXPECT_TRUE(problem.check());
+    ASSERT_EQ(cudaMalloc(&memory, std::size_t{1} << 50), cudaErrorMemoryAllocation);
+    EXPECT_TRUE(problem.grow(*workspace, 1));
+    cudaGetLastError();
+  }
+}
+
 TEST_F(Cuda, PagesBeyondWhat32BitsCount) {
   const auto workspace = make_workspace(kDevice);
   Problem problem(kDevice, decode({40, 70, 129}), rng_);
