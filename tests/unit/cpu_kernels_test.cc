@@ -195,7 +195,7 @@ TEST_P(CpuKernels, Exponentials) {
 // Both kernels, their edges in rows, keys and dims, each option, alone and together.
 TEST_P(CpuKernels, RandomAttention) {
   constexpr CacheLayout kSplitLayouts[] = {CacheLayout::kNhd, CacheLayout::kHnd, CacheLayout::kPadded};
-  for (int round = 0; round < 60 && !HasFailure(); ++round) {
+  for (int round = 0; round < rounds(60) && !HasFailure(); ++round) {
     Case c{.op = rng_.pick({Op::kDecode, Op::kPrefill, Op::kVerify, Op::kRagged})};
     const std::int32_t kv_heads = any(1, 4);
     c.params = {.num_qo_heads = kv_heads * rng_.pick({1, 2, 3, 4, 5, 6, 7, 8, 16, 32}),
