@@ -1,0 +1,1 @@
+"""What bench/compare.py and bench/plot.py are made of."""
