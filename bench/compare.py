@@ -2,13 +2,14 @@
 """Compares flashinfer-workspace with other attention libraries on one GPU: same process, same tensors, in turns.
 
 Prints a row a shape: microseconds on the device by contestant, ours over the best rival, and our share of what the
-device allows, which the run measures itself; then why cells are empty, and which targets are met. bench/README.md says
-how to set it up.
+device allows, which the run measures itself; then why cells are empty, and which targets are met. How to set it up is
+in docs/comparing.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -120,6 +121,10 @@ def main(arguments: list[str]) -> int:
             "contestants": names,
             "shapes": records,
             "not_run": not_run,
+            "targets": [
+                dataclasses.asdict(verdict) | {"met": verdict.met}
+                for verdict in report.verdicts(records, limits, comparison.host)
+            ],
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failed else 0

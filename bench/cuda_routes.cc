@@ -37,7 +37,8 @@ struct Route {
   KernelFamily family;
 };
 
-constexpr Route kRoutes[] = {{"core", cuda::RouteChoice::kCore, KernelFamily::kCudaCore},
+constexpr Route kRoutes[] = {{"stream", cuda::RouteChoice::kStream, KernelFamily::kCudaStream},
+                             {"core", cuda::RouteChoice::kCore, KernelFamily::kCudaCore},
                              {"tile", cuda::RouteChoice::kTile, KernelFamily::kTensorTile},
                              {"hopper", cuda::RouteChoice::kHopper, KernelFamily::kHopper},
                              {"hopper_paged", cuda::RouteChoice::kHopperPaged, KernelFamily::kHopperPaged}};

@@ -83,6 +83,7 @@ void decode_lengths(benchmark::internal::Benchmark* bench) {
 BENCHMARK_CAPTURE(decode_step, cpu_stream, KernelFamily::kCpuStream, DeviceProps::cpu(2))->Apply(decode_lengths);
 BENCHMARK_CAPTURE(decode_step, cuda_core, KernelFamily::kCudaCore, DeviceProps::h200())->Apply(decode_lengths);
 BENCHMARK_CAPTURE(decode_step, tensor_tile, KernelFamily::kTensorTile, DeviceProps::h200())->Apply(decode_lengths);
+BENCHMARK_CAPTURE(decode_step, cuda_stream, KernelFamily::kCudaStream, DeviceProps::h200())->Apply(decode_lengths);
 BENCHMARK(prefill_chunk)->Arg(1)->Arg(16)->Arg(64);
 BENCHMARK(hopper_prefill)->ArgsProduct({{8, 64}, {64, 256, 2048}})->Args({256, 4096});
 

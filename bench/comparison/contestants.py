@@ -30,7 +30,8 @@ class Refused(Exception):
 @dataclass
 class Call:
     run: Callable[[int], Any]
-    """Enqueues the call over the i-th copy of K and V; the result is `Problem.out` or what is returned."""
+    """Enqueues the call over the i-th copy of K and V, while the problem lives; the result is `Problem.out` or what is
+    returned."""
     plan: Callable[[], Any] | None = None
     """Made once for all layers of a step; None: there is no such thing."""
     forget: Callable[[], Any] | None = None
@@ -118,7 +119,6 @@ def random_pool(dtype: str, elements: int, seed: int) -> torch.Tensor:
 
 class Contestant(Protocol):
     name: str
-    rival: bool
 
     def call(self, problem: Problem) -> Call: ...
 
@@ -127,7 +127,6 @@ class Ours:
     """flashinfer-workspace through its C ABI, over pages."""
 
     name = "fiw"
-    rival = False
 
     def __init__(self, path: Path, stream: torch.cuda.Stream) -> None:
         self._workspace = library.Workspace(path, 0)
@@ -160,41 +159,70 @@ class Ours:
         return Call(run, plan, self._workspace.forget_plans, step.make)
 
 
-class FlashInferDecode:
-    """FlashInfer's decode wrapper, on CUDA cores or on tensor cores (backend fa2, which `auto` takes for bf16)."""
+class FlashInferCore:
+    """FlashInfer's decode wrapper on CUDA cores."""
 
-    rival = True
+    name = "fi core"
 
-    def __init__(self, name: str, workspace: torch.Tensor, *, tensor_cores: bool) -> None:
-        self.name = name
+    def __init__(self, workspace: torch.Tensor) -> None:
         module = importlib.import_module("flashinfer")
-        backend = {"backend": "fa2"} if tensor_cores else {}
-        self._wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=tensor_cores, **backend
-        )
+        self._wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
 
     def call(self, problem: Problem) -> Call:
         if problem.shape.kind != "decode":
             raise Refused("decode only")
-        table = (problem.indptr, problem.indices, problem.last_page_len)
-        return _over_pages(self._wrapper, problem, functools.partial(self._wrapper.plan, *table))
+        return _decode_over_pages(self._wrapper, problem)
 
 
-class FlashInferPrefill:
-    """FlashInfer's prefill wrapper over pages, of one backend; for verify windows, too."""
+class FlashInferTiles:
+    """FlashInfer's tensor-core tiles: the decode wrapper's (which `auto` takes for bf16), and the prefill wrapper's."""
 
-    rival = True
+    name = "fi fa2"
 
-    def __init__(self, name: str, workspace: torch.Tensor, backend: str) -> None:
-        self.name = name
+    def __init__(self, workspace: torch.Tensor) -> None:
         module = importlib.import_module("flashinfer")
-        self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        self._decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
+        self._prefill = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+
+    def call(self, problem: Problem) -> Call:
+        if problem.shape.kind == "decode":
+            return _decode_over_pages(self._decode, problem)
+        return _prefill_over_pages(self._prefill, problem)
+
+
+class FlashInferHopper:
+    """FlashInfer's prefill wrapper of backend fa3, over pages."""
+
+    name = "fi fa3"
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        module = importlib.import_module("flashinfer")
+        self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
 
     def call(self, problem: Problem) -> Call:
         if problem.shape.kind == "decode":
             raise Refused("windows and prefill only")
-        table = (problem.qo_indptr, problem.indptr, problem.indices, problem.last_page_len)
-        return _over_pages(self._wrapper, problem, functools.partial(self._wrapper.plan, *table, causal=True))
+        return _prefill_over_pages(self._wrapper, problem)
+
+
+def _decode_over_pages(wrapper: Any, problem: Problem) -> Call:
+    plan = functools.partial(
+        wrapper.plan, problem.indptr, problem.indices, problem.last_page_len, head_dim=problem.shape.head_dim
+    )
+    return _over_pages(wrapper, problem, plan)
+
+
+def _prefill_over_pages(wrapper: Any, problem: Problem) -> Call:
+    plan = functools.partial(
+        wrapper.plan,
+        problem.qo_indptr,
+        problem.indptr,
+        problem.indices,
+        problem.last_page_len,
+        head_dim_qk=problem.shape.head_dim,
+        causal=True,
+    )
+    return _over_pages(wrapper, problem, plan)
 
 
 def _over_pages(wrapper: Any, problem: Problem, plan: Callable[..., Any]) -> Call:
@@ -206,7 +234,6 @@ def _over_pages(wrapper: Any, problem: Problem, plan: Callable[..., Any]) -> Cal
         page_size=shape.page_size,
         q_data_type=torch.bfloat16,
         kv_data_type=DTYPES[shape.kv_dtype],
-        **{"head_dim" if shape.kind == "decode" else "head_dim_qk": shape.head_dim},
     )
     plan()
     caches = list(zip(problem.k, problem.v, strict=True))
@@ -217,7 +244,6 @@ class FlashInferRagged:
     """FlashInfer's FA3 prefill over K and V without pages."""
 
     name = "fi ragged"
-    rival = True
 
     def __init__(self, workspace: torch.Tensor) -> None:
         module = importlib.import_module("flashinfer")
@@ -249,9 +275,7 @@ class FlashInferRagged:
 class FlashAttention3:
     """FlashAttention-3's forward for inference, over pages or without; what it schedules by is made in `plan`."""
 
-    rival = True
-
-    def __init__(self, name: str, paged: bool) -> None:
+    def __init__(self, name: str, *, paged: bool) -> None:
         self.name = name
         self._paged = paged
         self._module = importlib.import_module("fa3_fwd_interface")
@@ -298,8 +322,6 @@ class FlashAttention3:
 class Sdpa:
     """PyTorch's attention with one of its backends, over K and V without pages."""
 
-    rival = True
-
     def __init__(self, name: str, backend: str) -> None:
         self.name = name
         attention = importlib.import_module("torch.nn.attention")
@@ -332,28 +354,27 @@ def contestants(path: Path, stream: torch.cuda.Stream) -> tuple[Ours, list[Conte
     """Ours, the rivals that load, and why the others do not, by name."""
     ours = Ours(path, stream)
     workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    makers: dict[str, Callable[[str], Contestant]] = {
-        "fi core": lambda name: FlashInferDecode(name, workspace, tensor_cores=False),
-        "fi tile": lambda name: FlashInferDecode(name, workspace, tensor_cores=True),
-        "fi fa2": lambda name: FlashInferPrefill(name, workspace, "fa2"),
-        "fi fa3": lambda name: FlashInferPrefill(name, workspace, "fa3"),
-        "fi ragged": lambda name: FlashInferRagged(workspace),
-        "fa3 paged": lambda name: FlashAttention3(name, True),
-        "fa3 dense": lambda name: FlashAttention3(name, False),
-        "sdpa flash": lambda name: Sdpa(name, "FLASH_ATTENTION"),
-        "sdpa cudnn": lambda name: Sdpa(name, "CUDNN_ATTENTION"),
+    makers: dict[str, Callable[[], Contestant]] = {
+        "fi core": lambda: FlashInferCore(workspace),
+        "fi fa2": lambda: FlashInferTiles(workspace),
+        "fi fa3": lambda: FlashInferHopper(workspace),
+        "fi ragged": lambda: FlashInferRagged(workspace),
+        "fa3 paged": lambda: FlashAttention3("fa3 paged", paged=True),
+        "fa3 dense": lambda: FlashAttention3("fa3 dense", paged=False),
+        "sdpa flash": lambda: Sdpa("sdpa flash", "FLASH_ATTENTION"),
+        "sdpa cudnn": lambda: Sdpa("sdpa cudnn", "CUDNN_ATTENTION"),
     }
     rivals, missing = [], {}
     for name, make in makers.items():
         try:
-            rivals.append(make(name))
+            rivals.append(make())
         except Exception as error:  # whatever a rival's import raises is its reason
             missing[name] = reason(error)
     return ours, rivals, missing
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an exception says."""
+    """The first line of what an exception says, without its middle where it is long."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
-    return text[:200]
+    return text if len(text) <= 180 else f"{text[:60]} ... {text[-110:]}"

@@ -28,7 +28,7 @@ _CONTESTANT_SECONDS = 0.06
 _TOLERANCE = {"bf16": 0.02, "fp8": 0.03}
 """Norm of the difference over the norm."""
 _CHECKED_REQUESTS = 3
-_HOST_CALLS = 200
+_HOST_SAMPLES = 30
 
 
 class DeviceLostError(Exception):
@@ -57,9 +57,11 @@ class Comparison:
         self.limits = measure_limits(self._clock, self._stream, self._samples)
         self._ours, self._rivals, self._missing = contestants(library or installed_library(), self._stream)
         self.device = torch.cuda.get_device_name()
-        self.versions = {"torch": torch.__version__, "cuDNN": str(torch.backends.cudnn.version())} | {
-            name: importlib.metadata.version(name) for name in ("flashinfer-python", "fa3-fwd") if _installed(name)
-        }
+        self.versions = {
+            "fiw": self._ours.workspace.version,
+            "torch": torch.__version__,
+            "cuDNN": str(torch.backends.cudnn.version()),
+        } | {name: importlib.metadata.version(name) for name in ("flashinfer-python", "fa3-fwd") if _installed(name)}
         self.names = [self._ours.name, *(rival.name for rival in self._rivals), *self._missing]
         # A shape takes its cache, and as much again where rivals need it without pages.
         free = torch.cuda.mem_get_info()[0]
@@ -74,7 +76,7 @@ class Comparison:
             if pools:
                 elements = max(pools) // ELEMENT_BYTES[dtype]
                 self._pools[dtype] = tuple(random_pool(dtype, elements, seed) for seed in (1, 2))
-        self.host = measure_host(self._ours, self._stream)
+        self.host = measure_host(self._ours, self._clock)
 
     def fits(self, shape: Shape) -> bool:
         return shape.cache_bytes <= self.most_bytes
@@ -219,11 +221,11 @@ def _check(out: torch.Tensor, expected: torch.Tensor, tolerance: float, what: st
         raise ValueError(f"differs from {what} by {difference:.2g} of its norm, expected at most {tolerance:g}")
 
 
-def measure_host(ours: Ours, stream: torch.cuda.Stream) -> dict[str, float]:
-    """Median microseconds of our own host work, at 64 requests of 4096 tokens and prompts of 2048, 32/8 heads.
+def measure_host(ours: Ours, clock: Clock) -> dict[str, float]:
+    """Median microseconds of our own host work, at 64 requests of 4096 tokens and 16 prompts of 2048, 32/8 heads.
 
-    Of planning and looking up it is the library's own count. Of enqueueing it is the whole call through ctypes, whose
-    own cost stands beside it.
+    Of planning and looking up it is the library's own count. Of enqueueing, which happens while the device is busy, it
+    is the whole call through ctypes; the own count of that, and what an empty call costs, stand beside it.
     """
     result = {}
     workspace = ours.workspace
@@ -240,14 +242,15 @@ def measure_host(ours: Ours, stream: torch.cuda.Stream) -> dict[str, float]:
 
     for name, shape in (("decode", decode((32, 8), 64, 4096)), ("prefill", prefill((32, 8), 16, 2048, 2048))):
         pools = [torch.zeros(shape.cache_bytes // 4, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        problem = Problem(shape, *pools, 1, seed=1)
+        problem = Problem(shape, *pools, 1, seed=1)  # the call holds addresses alone
         call = ours.call(problem)
         assert call.plan is not None and call.forget is not None and call.find is not None
-        result[f"plan_{name}_us"] = own(call.plan, 0, 30, call.forget)
+        result[f"plan_{name}_us"] = own(call.plan, 0, _HOST_SAMPLES, call.forget)
         if name == "decode":
-            result["plan_hit_us"] = own(call.find, 0, _HOST_CALLS)
-            result["enqueue_us"] = host_us(functools.partial(call.run, 0), _HOST_CALLS)
-            result["enqueue_own_count_us"] = own(functools.partial(call.run, 0), 1, _HOST_CALLS)
-            result["empty_ctypes_call_us"] = host_us(workspace.forget_nothing, _HOST_CALLS)
+            layers = functools.partial(clock.sample, call.run, 0, _MOST_CALLS, 500)
+            result["plan_hit_us"] = own(call.find, 0, _HOST_SAMPLES)
+            result["enqueue_us"] = statistics.median(layers().host for _ in range(_HOST_SAMPLES))
+            result["enqueue_own_count_us"] = own(layers, 1, _HOST_SAMPLES) / _MOST_CALLS
+            result["empty_ctypes_call_us"] = host_us(workspace.forget_nothing, _HOST_SAMPLES)
     torch.cuda.synchronize()
     return result

@@ -12,6 +12,7 @@ Record = dict[str, Any]
 
 _SLOWER = 1.03
 _LEAST_KV_BYTES = 64e6
+_SHOWN = 12
 
 
 def time_of(record: Record, contestant: str) -> float | None:
@@ -96,7 +97,7 @@ def _few(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target on a shape: `value` is held to at most `limit`, or at least where `at_least`."""
+    """A target on a shape, by what it is measured: at most `limit`, or at least where `at_least`."""
 
     target: str
     shape: str
@@ -169,7 +170,7 @@ def _bandwidth(r: Record, limits: dict[str, float]) -> Iterator[Verdict]:
 
 
 def summary(records: list[Record], limits: dict[str, float], host: dict[str, float]) -> Iterator[str]:
-    """Each target with its count, and below it where it is missed, worst first."""
+    """Each target with its count, and below it where it is missed, worst first, the first few."""
     by_target: dict[str, list[Verdict]] = {}
     for verdict in verdicts(records, limits, host):
         by_target.setdefault(verdict.target, []).append(verdict)
@@ -177,7 +178,9 @@ def summary(records: list[Record], limits: dict[str, float], host: dict[str, flo
         missed = [verdict for verdict in found if not verdict.met]
         missed.sort(key=lambda v: v.value / v.limit, reverse=not found[0].at_least)
         yield f"{'met' if not missed else 'MISSED'}: {target}: {len(found) - len(missed)} of {len(found)}"
-        yield from (f"    {verdict}" for verdict in missed)
+        yield from (f"    {verdict}" for verdict in missed[:_SHOWN])
+        if len(missed) > _SHOWN:
+            yield f"    and {len(missed) - _SHOWN} more"
     without = [r["name"] for r in records if time_of(r, OURS) is None]
     if without:
         yield f"MISSED: {len(without)} shapes without a time of ours: {', '.join(without)}"

@@ -15,6 +15,7 @@ HEADS = ((32, 8), (64, 8), (8, 1), (28, 4), (32, 32))
 BATCHES = (1, 8, 64, 256)
 KV_LENS = (512, 2048, 8192, 32768, 131072)
 PAGE_SIZES = (1, 16, 64)
+_LARGE_BYTES = 16e9
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
 
@@ -232,7 +233,8 @@ def _quick(trace: Path) -> Iterator[Shape]:
 
 def shapes(trace: Path, *, quick: bool = False, part: str = "") -> list[Shape]:
     """Each shape once, those of the targets first; only those whose name holds `part`."""
-    listed: Iterable[Shape] = _quick(trace) if quick else [*_targets(trace), *_grid(trace)]
+    grid = sorted(_grid(trace), key=lambda shape: shape.cache_bytes > _LARGE_BYTES)  # those take longest
+    listed: Iterable[Shape] = _quick(trace) if quick else [*_targets(trace), *grid]
     chosen = [shape for shape in dict.fromkeys(listed) if part in shape.name]
     if not chosen:
         raise ValueError(f"--filter is {part!r}, expected a part of the name of a shape, such as 'decode 32/8 b64'")

@@ -17,7 +17,7 @@ enum class Status : std::int32_t {
   kClosed = 20,
   kBusy = 21,
   kStalePlan = 22,
-  kFailed = 23,  ///< a sticky device fault marked the workspace failed; only close() still works
+  kFailed = 23,  ///< a sticky device fault: what enqueues work fails until the process ends; close() still works
   kOutOfMemory = 30,
   kWorkspaceTooSmall = 31,
   kUnavailable = 40,

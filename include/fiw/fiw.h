@@ -105,7 +105,7 @@ typedef enum fiw_status {
   FIW_CLOSED = 20,
   FIW_BUSY = 21,        ///< another thread is in a call on the same workspace; nothing was changed
   FIW_STALE_PLAN = 22,  ///< a captured graph met a page table that its plan was not made for
-  FIW_FAILED = 23,      ///< a sticky device fault marked the workspace failed; only close and free still work
+  FIW_FAILED = 23,      ///< a sticky device fault: what enqueues work fails until the process ends; close and free work
   FIW_OUT_OF_MEMORY = 30,
   FIW_WORKSPACE_TOO_SMALL = 31,  ///< a fixed-size workspace; `bytes_required` would do
   FIW_UNAVAILABLE = 40,          ///< the backend is not compiled in
@@ -317,7 +317,8 @@ typedef enum fiw_cuda_route {
   FIW_CUDA_ROUTE_TILE = 2,          ///< FlashInfer's FA2 tiles
   FIW_CUDA_ROUTE_HOPPER = 3,        ///< FA3 over contiguous K and V
   FIW_CUDA_ROUTE_HOPPER_PAGED = 4,  ///< FA3 over pages
-  FIW_CUDA_ROUTE_ANY = 5            ///< the general kernel, which serves everything
+  FIW_CUDA_ROUTE_ANY = 5,           ///< the general kernel, which serves everything
+  FIW_CUDA_ROUTE_STREAM = 6         ///< our own decode and verify kernels
 } fiw_cuda_route;
 
 typedef struct fiw_workspace_options {

@@ -71,6 +71,7 @@ enum class CudaRoute : std::uint8_t {
   kHopper,       ///< FA3 over contiguous K and V
   kHopperPaged,  ///< FA3 over pages
   kAny,          ///< the general kernel, which serves everything
+  kStream,       ///< our own decode and verify kernels
 };
 
 struct WorkspaceOptions {
@@ -84,8 +85,8 @@ struct WorkspaceOptions {
   /// Captured speculative-verify graphs; unset: on when the environment has SMILE_VERIFY_CUDA_GRAPH=1 at create, the
   /// name that its first caller, an engine, gave it. On the CPU there are no graphs, and it changes nothing.
   std::optional<bool> verify_cuda_graph{};
-  /// Unset: as FIW_CUDA_ROUTE in the environment says at create ("core", "tile", "hopper", "hopper_paged", "any"), or
-  /// kTable. Without effect on the CPU.
+  /// Unset: as FIW_CUDA_ROUTE in the environment says at create ("core", "tile", "hopper", "hopper_paged", "any",
+  /// "stream"), or kTable. Without effect on the CPU.
   std::optional<CudaRoute> cuda_route{};
   Allocator allocator{};  ///< unset callbacks: the backend's own
 };

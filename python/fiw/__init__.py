@@ -8,6 +8,7 @@ Tensors are those of any framework with DLPack; none is copied.
 """
 
 from fiw._fiw import version as _version
+from fiw.allocator import Allocator
 from fiw.errors import (
     BackendError,
     BusyError,
@@ -24,16 +25,17 @@ from fiw.errors import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
-from fiw.graph import DevicePageTable, GraphSession, GraphStats
+from fiw.graph import GraphSession, GraphStats
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, alibi_slopes, pack_mask
-from fiw.page_table import PageTable
+from fiw.page_table import DevicePageTable, PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
 from fiw.workspace import AttentionStep, FlashInferWorkspace, compiled_with
 
 __version__: str = _version()
 
 __all__ = [
+    "Allocator",
     "AttentionStep",
     "BackendError",
     "BusyError",

@@ -33,6 +33,10 @@ def is_torch(tensor: Any) -> bool:
     return "torch" in sys.modules and isinstance(tensor, sys.modules["torch"].Tensor)
 
 
+def is_cupy(tensor: Any) -> bool:
+    return "cupy" in sys.modules and isinstance(tensor, sys.modules["cupy"].ndarray)
+
+
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype that is given as a name or as a framework's object, as DLPack-minded frameworks spell it."""
     text = str(dtype)
@@ -73,6 +77,9 @@ def empty_like(tensor: Any, shape: tuple[int, ...], *, float32: bool = False) ->
     """A new tensor of `tensor`'s framework, device and, unless `float32`, element type."""
     if is_torch(tensor):
         return tensor.new_empty(shape, dtype=sys.modules["torch"].float32 if float32 else tensor.dtype)
+    if is_cupy(tensor):  # which has no namespace of the array API
+        with tensor.device:
+            return sys.modules["cupy"].empty(shape, np.float32 if float32 else tensor.dtype)
     if not hasattr(tensor, "__array_namespace__"):
         raise InvalidArgumentError(
             f"out: cannot allocate for a {type(tensor).__name__}, expected out and lse to be given", _REASON_OPTIONS
@@ -92,6 +99,9 @@ def from_host_like(tensor: Any, array: np.ndarray, stream: int) -> Any:
         if moved.is_cuda:
             moved.record_stream(torch.cuda.ExternalStream(stream, device=moved.device))
         return moved
+    if is_cupy(tensor):
+        with tensor.device:
+            return sys.modules["cupy"].asarray(array)
     return tensor.__array_namespace__().asarray(array, device=tensor.device)
 
 
@@ -99,7 +109,7 @@ def to_host(name: str, tensor: Any) -> np.ndarray:
     """A NumPy array of a tensor on any device, without a copy where it is on the CPU."""
     if is_torch(tensor):
         return np.asarray(tensor.detach().cpu())
-    if hasattr(tensor, "get"):  # CuPy
+    if is_cupy(tensor):
         return np.asarray(tensor.get())
     try:
         return np.asarray(tensor)
@@ -118,7 +128,7 @@ def stream_handle(stream: Any, tensor: Any) -> int:
         raise TypeError(f"stream is of type {type(stream).__name__}, expected an int or a stream of PyTorch or CuPy")
     if is_torch(tensor):
         return sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-    if type(tensor).__module__.partition(".")[0] == "cupy":
+    if is_cupy(tensor):
         return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
     return 0
 

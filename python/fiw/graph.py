@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from fiw import _fiw
 from fiw._tensors import Indices, Tensor, index_view, optional_view, stream_handle, view
 from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, native_extras
-from fiw.page_table import PageTable
+from fiw.page_table import DevicePageTable, PageTable
 from fiw.values import StepSpec
 from fiw.workspace import FlashInferWorkspace
 
@@ -21,17 +21,6 @@ _REASON_MASK = 305
 
 # Producers are asked for no synchronization: a capture takes addresses, and it may not wait for other streams.
 _NO_SYNC = -1
-
-
-class DevicePageTable(NamedTuple):
-    """A page table on a workspace's device, as an engine's kernels write it: int32, rank 1, compact."""
-
-    indptr: Any
-    """[max_batch + 1] or more; requests that are not there own no page."""
-    indices: Any
-    """[max_pages] or more; the entries below indptr[batch] are read."""
-    last_page_len: Any
-    """[max_batch] or more."""
 
 
 @dataclass(frozen=True)

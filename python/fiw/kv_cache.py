@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fiw import _fiw
-from fiw._tensors import Tensor, dtype_name, optional_view, view
+from fiw._tensors import Tensor, dtype_name, stream_handle, view
 from fiw.errors import InvalidArgumentError
 
 Layout = Literal["NHD", "HND"]
@@ -20,7 +20,8 @@ class KvCache:
     Slots past a request's length may hold anything, NaN too. Attention reads through any strides of at least head_dim;
     `append_kv` writes, and refuses a cache in which two slots share memory, or one that is read-only.
 
-    On CUDA the tensors are taken once, here: who later writes them on another stream than the calls' orders the two.
+    On CUDA the tensors are taken once, here, on the current stream of PyTorch or CuPy where they are theirs: who makes
+    calls on another one, or writes them on another one later, orders the two.
     """
 
     _cache: _fiw.KvCache
@@ -50,7 +51,7 @@ class KvCache:
         """
         element = "" if dtype is None else dtype_name(dtype)
         self._init(
-            (view("kv.k", k, dtype=element), view("kv.v", v, dtype=element)),
+            (_take("kv.k", k, element), _take("kv.v", v, element)),
             layout,
             (k_scale, v_scale),
             (k_head_scale, v_head_scale),
@@ -71,7 +72,7 @@ class KvCache:
         """K and V in one tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD; HND alike)."""
         element = "" if dtype is None else dtype_name(dtype)
         result = cls.__new__(cls)
-        result._init((view("kv.kv", kv, dtype=element),), layout, (k_scale, v_scale), (k_head_scale, v_head_scale))
+        result._init((_take("kv.kv", kv, element),), layout, (k_scale, v_scale), (k_head_scale, v_head_scale))
         return result
 
     def _init(
@@ -92,8 +93,10 @@ class KvCache:
             tensors[0] if apart else None,
             tensors[1] if apart else None,
             None if apart else tensors[0],
-            optional_view("kv.k_head_scale", head_scales[0]),
-            optional_view("kv.v_head_scale", head_scales[1]),
+            *(
+                None if scale is None else _take(f"kv.{side}_head_scale", scale)
+                for side, scale in zip("kv", head_scales, strict=True)
+            ),
             *scales,
             layout == "HND",
         )
@@ -120,3 +123,8 @@ class KvCache:
             f"KvCache({self.layout}, {self.dtype}, num_pages={self.num_pages}, page_size={self.page_size}, "
             f"num_kv_heads={self.num_kv_heads}, head_dim_qk={self.head_dim_qk}, head_dim_vo={self.head_dim_vo})"
         )
+
+
+def _take(name: str, tensor: Any, dtype: str = "") -> _fiw.Tensor:
+    """Ordered after the work before it on its framework's current stream, which may be under capture."""
+    return view(name, tensor, dtype=dtype, stream=stream_handle(None, tensor))

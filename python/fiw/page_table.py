@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fiw import _fiw
 from fiw._tensors import Indices, Tensor, index_view, view
+
+
+class DevicePageTable(NamedTuple):
+    """A page table on a workspace's device, as an engine's kernels write it: int32, rank 1, compact.
+
+    As a session's `live_table` the arrays have at least the lengths of its limits, and requests that are not there own
+    no page.
+    """
+
+    indptr: Any
+    """[batch + 1]."""
+    indices: Any
+    """[indptr[batch]] or more: what follows is ignored."""
+    last_page_len: Any
+    """[batch]."""
 
 
 class PageTable:

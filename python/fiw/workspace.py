@@ -20,13 +20,14 @@ from fiw._tensors import (
     stream_handle,
     view,
 )
+from fiw.allocator import Allocator
 from fiw.errors import InvalidArgumentError
 from fiw.kv_cache import KvCache
 from fiw.masks import PackedMask, native_extras, pack_mask
-from fiw.page_table import PageTable
+from fiw.page_table import DevicePageTable, PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
 
-CudaRoute = Literal["table", "core", "tile", "hopper", "hopper_paged", "any"]
+CudaRoute = Literal["table", "core", "tile", "hopper", "hopper_paged", "any", "stream"]
 """Which CUDA kernels serve a call, in the order of `fiw_cuda_route`."""
 
 _REASON_PARTIAL_STATES = 309
@@ -194,6 +195,7 @@ class FlashInferWorkspace:
         fixed_split_tokens: int = 2048,
         verify_cuda_graph: bool | None = None,
         cuda_route: CudaRoute | None = None,
+        allocator: Allocator | None = None,
     ) -> FlashInferWorkspace | None:
         """A workspace on a device; None where its backend is not compiled in.
 
@@ -208,8 +210,9 @@ class FlashInferWorkspace:
                 bit for bit in any batch.
             verify_cuda_graph: captured verify graphs; None: as SMILE_VERIFY_CUDA_GRAPH says.
             cuda_route: which kernels serve a call, wherever they can, for tests and measurements: "table" (what is
-                expected to take the least time), "core", "tile", "hopper", "hopper_paged" or "any"; None: as
-                FIW_CUDA_ROUTE in the environment says, or the table. Without effect on the CPU.
+                expected to take the least time), "core", "tile", "hopper", "hopper_paged", "any" or "stream"; None:
+                as FIW_CUDA_ROUTE in the environment says, or the table. Without effect on the CPU.
+            allocator: where its memory comes from; None: cudaMallocAsync, or the heap.
 
         Raises:
             NoDeviceError, OutOfMemoryError, InvalidArgumentError
@@ -226,6 +229,7 @@ class FlashInferWorkspace:
             fixed_split_tokens,
             -1 if verify_cuda_graph is None else int(verify_cuda_graph),
             _route_value(cuda_route),
+            _checked_allocator(allocator),
         )
         return None if workspace is None else FlashInferWorkspace(workspace)
 
@@ -297,6 +301,32 @@ class FlashInferWorkspace:
         values = self._workspace.stats()
         caches: dict[str, Any] = {name: CacheStats(**values.pop(name)) for name in ("decode", "prefill", "verify")}
         return WorkspaceStats(**caches, **values)
+
+    def read_table(
+        self,
+        table: DevicePageTable | tuple[Tensor, Tensor, Tensor],
+        page_size: int,
+        num_pages: int,
+        *,
+        version: int = 0,
+        stream: Any = None,
+    ) -> PageTable:
+        """The page table that lies in three arrays on the workspace's device: to be called once a step.
+
+        Args:
+            table: indptr int32 [batch + 1], indices [indptr[batch]] or more, last_page_len [batch].
+            page_size, num_pages: as `PageTable` has them.
+            version: the caller's word for the contents: where these very arrays were read before with this version,
+                nothing is read again. 0: no word, the arrays are copied to the host, in the order of `stream`, and
+                waited for.
+
+        Contents equal to those of a table read before share its plans. Others are validated, and the message of an
+        InvalidArgumentError names request, value and limit. Once read, the arrays may change.
+        """
+        table = DevicePageTable(*table)
+        native = stream_handle(stream, table.indptr)
+        arrays = (view(f"table.{name}", getattr(table, name), stream=native) for name in table._fields)
+        return PageTable._wrap(self._workspace.read_table(*arrays, page_size, num_pages, version, native))
 
     def plan_decode(self, table: PageTable, spec: StepSpec) -> AttentionStep:
         """Plans a step of one query token a request: validates, looks the plan up or makes it."""
@@ -569,6 +599,13 @@ class FlashInferWorkspace:
             native,
         )
         return (out, lse) if want_lse else out
+
+
+def _checked_allocator(allocator: Allocator | None) -> Allocator | None:
+    for name in ("allocate", "free"):
+        if allocator is not None and not callable(getattr(allocator, name, None)):
+            raise InvalidArgumentError(f"allocator is {allocator!r}, expected an object with {name}()", _REASON_OPTIONS)
+    return allocator
 
 
 def _route_value(route: str | None) -> int:

@@ -15,6 +15,9 @@ namespace fiw::python {
 /// Raises fiw.InvalidArgumentError for an argument that the C ABI never gets to see. Needs the GIL.
 [[noreturn]] void raise_invalid(fiw_reason reason, const char* message);
 
+/// Makes `exception` the cause of the OutOfMemoryError that is raised next in this thread. Needs the GIL.
+void blame(nanobind::object exception);
+
 /// Calls `function(fiw_error*)`, a call of the C ABI; raises when it fails.
 template <class Function>
 void call(Function&& function) {

@@ -40,7 +40,8 @@ struct Body {
 
 /// A graph with all that it refers to; made, used and destroyed with the GIL.
 struct Session {
-  Session(fiw_graph* owned, LiveTable table) : handle(owned), live_table(std::move(table)) {}
+  Session(std::shared_ptr<Allocator> workspaces, fiw_graph* owned, LiveTable table)
+      : allocator(std::move(workspaces)), handle(owned), live_table(std::move(table)) {}
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
   ~Session() {
@@ -53,6 +54,7 @@ struct Session {
     if (recording != nullptr) recording->insert(recording->end(), tensors.begin(), tensors.end());
   }
 
+  const std::shared_ptr<Allocator> allocator;
   fiw_graph* handle;
   LiveTable live_table;
   std::unique_ptr<Body> body;
@@ -202,8 +204,8 @@ Graph create(const Workspace& workspace, std::int32_t window, const std::vector<
   options.plan_on_device = plan_on_device ? 1 : 0;
   fiw_graph* handle = nullptr;
   call_unlocked([&](fiw_error* error) { return fiw_graph_create(workspace.get(), &options, &handle, error); });
-  return Graph(
-      std::make_shared<Session>(handle, LiveTable{std::move(indptr), std::move(indices), std::move(last_page_len)}));
+  return Graph(std::make_shared<Session>(workspace.allocator, handle,
+                                         LiveTable{std::move(indptr), std::move(indices), std::move(last_page_len)}));
 }
 
 // A captured function usually refers to its session: the collector has to see through that cycle.

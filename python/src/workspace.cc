@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -23,16 +24,17 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 struct Step {
+  std::shared_ptr<Allocator> allocator;
   std::shared_ptr<fiw_step> handle;
   fiw_step* get() const noexcept { return handle.get(); }
 };
 
-/// The step that `plan(fiw_step**, fiw_error*)` makes.
+/// The step of `workspace` that `plan(fiw_step**, fiw_error*)` makes.
 template <class Function>
-Step make_step(Function&& plan) {
+Step make_step(const Workspace& workspace, Function&& plan) {
   fiw_step* step = nullptr;
   call_unlocked([&](fiw_error* error) { return plan(&step, error); });
-  return {.handle = {step, fiw_step_free}};
+  return {.allocator = workspace.allocator, .handle = {step, FreeUnlocked<fiw_step_free>()}};
 }
 
 fiw_workspace_limits limits_struct(const nb::object& limits, const fiw_attention_params* params) {
@@ -83,7 +85,7 @@ std::optional<Workspace> create(std::int32_t device_index, std::size_t workspace
                                 const nb::object& limits, const fiw_attention_params* limits_params,
                                 std::int32_t num_threads, std::int32_t cache_entries, bool batch_invariant,
                                 std::int32_t fixed_split_tokens, std::int32_t verify_cuda_graph,
-                                std::int32_t cuda_route) {
+                                std::int32_t cuda_route, const nb::object& allocator) {
   fiw_workspace_options options = FIW_WORKSPACE_OPTIONS_INIT;
   fiw_workspace_limits c_limits = FIW_WORKSPACE_LIMITS_INIT;
   if (!limits.is_none()) {
@@ -98,6 +100,13 @@ std::optional<Workspace> create(std::int32_t device_index, std::size_t workspace
   options.cache_entries = cache_entries;
   options.verify_cuda_graph = verify_cuda_graph;
   options.cuda_route = cuda_route;
+  std::shared_ptr<Allocator> own;
+  fiw_allocator callbacks = FIW_ALLOCATOR_INIT;
+  if (!allocator.is_none()) {
+    own = std::make_shared<Allocator>(allocator);
+    callbacks = own->callbacks();
+    options.allocator = &callbacks;
+  }
   fiw_workspace* workspace = nullptr;
   bool unavailable = false;
   call_unlocked([&](fiw_error* error) {
@@ -106,7 +115,7 @@ std::optional<Workspace> create(std::int32_t device_index, std::size_t workspace
     return unavailable ? FIW_OK : status;
   });
   if (unavailable) return std::nullopt;
-  return Workspace{.handle = {workspace, fiw_workspace_free}};
+  return Workspace{.allocator = std::move(own), .handle = {workspace, FreeUnlocked<fiw_workspace_free>()}};
 }
 
 std::size_t required_workspace(const nb::object& device, const nb::object& limits, const fiw_attention_params* params,
@@ -190,7 +199,7 @@ void bind_workspace(nb::module_& module) {
   nb::class_<Workspace>(module, "Workspace", "A workspace's handle.")
       .def_static("create", &create, "device_index"_a, "workspace_bytes"_a, "fixed_size"_a, "limits"_a.none(),
                   "limits_params"_a.none(), "num_threads"_a, "cache_entries"_a, "batch_invariant"_a,
-                  "fixed_split_tokens"_a, "verify_cuda_graph"_a, "cuda_route"_a)
+                  "fixed_split_tokens"_a, "verify_cuda_graph"_a, "cuda_route"_a, "allocator"_a.none())
       .def("handle",
            [](const Workspace& workspace) {
              const bool closed = fiw_workspace_closed(workspace.get()) != 0;
@@ -233,9 +242,28 @@ void bind_workspace(nb::module_& module) {
            [](const Workspace& workspace) { return fiw_workspace_verify_cuda_graph(workspace.get()) != 0; })
       .def("stats", &stats)
       .def(
+          "read_table",
+          [](const Workspace& workspace, const Tensor& indptr, const Tensor& indices, const Tensor& last_page_len,
+             std::int32_t page_size, std::int64_t num_pages, std::uint64_t version, Stream stream) {
+            const fiw_device_page_table table = {sizeof(fiw_device_page_table),
+                                                 page_size,
+                                                 0,
+                                                 num_pages,
+                                                 indptr.dl(),
+                                                 indices.dl(),
+                                                 last_page_len.dl(),
+                                                 version};
+            fiw_page_table* handle = nullptr;
+            call_unlocked([&](fiw_error* error) {
+              return fiw_page_table_from_device(workspace.get(), &table, &handle, native(stream), error);
+            });
+            return PageTable(handle);
+          },
+          "indptr"_a, "indices"_a, "last_page_len"_a, "page_size"_a, "num_pages"_a, "version"_a, "stream"_a)
+      .def(
           "plan_decode",
           [](const Workspace& workspace, const PageTable& table, const fiw_step_spec& spec) {
-            return make_step([&, pages = table.handle()](fiw_step** out, fiw_error* error) {
+            return make_step(workspace, [&, pages = table.handle()](fiw_step** out, fiw_error* error) {
               return fiw_plan_decode(workspace.get(), pages.get(), &spec, out, error);
             });
           },
@@ -243,7 +271,7 @@ void bind_workspace(nb::module_& module) {
       .def(
           "plan_prefill",
           [](const Workspace& workspace, const Tensor& qo_indptr, const PageTable& table, const fiw_step_spec& spec) {
-            return make_step([&, pages = table.handle()](fiw_step** out, fiw_error* error) {
+            return make_step(workspace, [&, pages = table.handle()](fiw_step** out, fiw_error* error) {
               return fiw_plan_prefill(workspace.get(), qo_indptr.dl(), pages.get(), &spec, out, error);
             });
           },
@@ -251,7 +279,7 @@ void bind_workspace(nb::module_& module) {
       .def(
           "plan_verify",
           [](const Workspace& workspace, std::int32_t window, const PageTable& table, const fiw_step_spec& spec) {
-            return make_step([&, pages = table.handle()](fiw_step** out, fiw_error* error) {
+            return make_step(workspace, [&, pages = table.handle()](fiw_step** out, fiw_error* error) {
               return fiw_plan_verify(workspace.get(), window, pages.get(), &spec, out, error);
             });
           },

@@ -32,8 +32,9 @@ struct ReplanLaunch {
   std::span<const Part> parts{};
   FixedTable table{};
   std::int32_t* kv_lens = nullptr;  ///< [batch], written; zeros where the alarm is raised, so that nothing is appended
-  /// What the host planned for last: its batch, then for each part the tokens of a chunk. Null: plan.
-  const std::int32_t* prepared = nullptr;
+  /// What the host planned for last: its batch; for each part the tokens of a chunk; then for each part whether its
+  /// schedule still stands in memory, which the kernel keeps true. Null: plan.
+  std::int32_t* prepared = nullptr;
   const std::int32_t* prepared_indptr = nullptr;  ///< ... its table's; with `prepared`
   std::int32_t batch = 0;
   std::int32_t page_size = 1;
@@ -59,8 +60,9 @@ class GraphBackend {
   virtual void begin(Stream stream) = 0;
   virtual std::unique_ptr<Recording> end(Stream stream) = 0;
   virtual void abandon(Stream stream) noexcept = 0;
-  /// Throws where what is enqueued on `stream` would be run and not recorded.
-  virtual void check_recording(Stream stream) const = 0;
+  /// Which recording `stream` is part of; all streams of one have the same. Throws where what is enqueued on it would
+  /// be run instead.
+  virtual std::uint64_t recording_on(Stream stream) const = 0;
   virtual void replay(const Recording& recording, Stream stream) = 0;
   virtual std::shared_ptr<GraphAlarm> make_alarm() = 0;
   virtual void replan(const ReplanLaunch& launch) = 0;

@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 constexpr std::int32_t kMaxWindow = 16;
+constexpr std::int32_t kMaxBatch = 1 << 24;
 
 constexpr std::size_t align_up(std::size_t bytes) noexcept {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -31,13 +32,20 @@ void check_graph_options(const GraphOptions& options, std::int32_t window, std::
   if (window < 1 || window > kMaxWindow) {
     fail(Reason::kQoIndptr, "window is {}, expected 1..{} tokens a request", window, kMaxWindow);
   }
-  at_least("max_batch", options.max_batch, 1);
+  if (options.max_batch < 1 || options.max_batch > kMaxBatch) {
+    fail(Reason::kOptions, "max_batch is {}, expected 1..{}", options.max_batch, kMaxBatch);
+  }
   at_least("max_pages", options.max_pages, 1);
   at_least("page_size", options.page_size, 1);
   at_least("num_pages", options.num_pages, 1);
   if (std::int64_t{options.max_batch} * window > std::numeric_limits<std::int32_t>::max()) {
     fail(Reason::kSizeOverflow, "max_batch is {} and window {}: their product does not fit 32 bits", options.max_batch,
          window);
+  }
+  // FlashInfer's kernels number the slots of a table so.
+  if (std::int64_t{options.max_pages} * options.page_size > std::numeric_limits<std::uint32_t>::max()) {
+    fail(Reason::kSizeOverflow, "max_pages is {} and page_size {}: so many slots do not fit 32 bits", options.max_pages,
+         options.page_size);
   }
   std::int32_t below = 0;
   for (const std::int32_t bucket : options.buckets) {
@@ -226,7 +234,7 @@ void GraphState::lay_out() {
     scratch_bytes_ = std::max({scratch_bytes_, kind.scratch_bytes, std::size_t{1}});
   }
   end = align_up(end);
-  table_.prepared = ints(1 + kinds_.size());
+  table_.prepared = ints(1 + 2 * kinds_.size());
   table_.indptr = ints(batch + 1);
   table_.last_page_len = ints(batch);
   table_.kv_lens = ints(batch);
@@ -310,7 +318,6 @@ std::int32_t GraphState::begin(std::int32_t batch, Stream stream) {
   const Exclusive exclusive(workspace_->busy_);
   check_outside("begin()");
   const std::size_t bucket = bucket_of(batch);
-  if (graphs_ != nullptr) graphs_->check_recording(stream);
   open_step(bucket, stream);
   if (graphs_ == nullptr) {
     // The step is the one that the caller prepared, or that the live table tells of now.
@@ -323,6 +330,7 @@ std::int32_t GraphState::begin(std::int32_t batch, Stream stream) {
 void GraphState::open_step(std::size_t bucket, Stream stream) {
   active_ = kNoBucket;
   computing_ = false;
+  if (graphs_ != nullptr) recording_ = graphs_->recording_on(stream);
   enqueue_head(bucket, stream);
   active_ = bucket;
   step_stream_ = stream;
@@ -367,6 +375,12 @@ void GraphState::enqueue_head(std::size_t bucket, Stream stream) {
                    .stream = stream});
 }
 
+void GraphState::check_recording(Stream stream) const {
+  if (graphs_->recording_on(stream) != recording_) {
+    fail(Reason::kOptions, "stream is in another capture than the step that begin() opened: call begin() in this one");
+  }
+}
+
 std::size_t GraphState::active_or_throw() const {
   if (active_ == kNoBucket) fail(Reason::kOptions, "no step was begun: call capture() or begin() first");
   return active_;
@@ -402,7 +416,7 @@ void GraphState::run(const Operands& operands, std::size_t kind_index) {
                               .captured = !computing_},
                              sliced);
   if (graphs_ != nullptr) {
-    graphs_->check_recording(sliced.stream);
+    check_recording(sliced.stream);
   } else if (!computing_) {
     return;
   }
@@ -443,7 +457,7 @@ void GraphState::append(const ConstTensor& k, const ConstTensor& v, const KvCach
       .fixed = graphs_ == nullptr ? nullptr : &fixed,
       .stream = stream_or_step(stream)};
   workspace_->check_append(launch);
-  if (graphs_ != nullptr) graphs_->check_recording(launch.stream);
+  if (graphs_ != nullptr) check_recording(launch.stream);
   if (graphs_ != nullptr || computing_) backend_->append(launch);
 }
 
@@ -512,6 +526,7 @@ std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {
     for (std::size_t i = 0; i < kinds_.size(); ++i) {
       write_schedule(next_[i], work_of(kinds_[i]), staged.subspan(kinds_[i].offset - begin, next_[i].bytes));
       record[1 + i] = next_[i].kv_chunk_tokens;
+      record[1 + kinds_.size() + i] = 1;
     }
   }
   write_table(table, staged.data() + table_.indptr - begin);
@@ -590,7 +605,8 @@ bool GraphState::read_live_table(std::size_t bucket) {
     return false;
   };
   for (std::int32_t r = 0; r < batch; ++r) {
-    if (const LiveFault fault = check_extent(live, r); fault.reason != Reason::kNone) return stop(fault);
+    const LiveFault fault = check_extent(live, r, live.indptr[r], live.indptr[r + 1], live.last_page_len[r]);
+    if (fault.reason != Reason::kNone) return stop(fault);
   }
   for (std::int32_t r = 0; r < batch; ++r) {
     for (std::int32_t entry = live.indptr[r]; entry < live.indptr[r + 1]; ++entry) {

@@ -56,7 +56,7 @@ class GraphState {
   /// Offsets of the session's copy of the table, int32 arrays.
   struct TableLayout {
     std::size_t qo_indptr = 0;      ///< [max_batch + 1]
-    std::size_t prepared = 0;       ///< [1 + kinds]: the bucket prepared last, and the tokens of each kind's chunks
+    std::size_t prepared = 0;       ///< [1 + 2 * kinds], see ReplanLaunch
     std::size_t indptr = 0;         ///< [max_batch + 1]
     std::size_t last_page_len = 0;  ///< [max_batch]
     std::size_t kv_lens = 0;        ///< [max_batch]
@@ -97,6 +97,8 @@ class GraphState {
   FixedTable fixed_table() const noexcept;
   std::int32_t rows_of(std::size_t bucket) const noexcept { return buckets_[bucket] * window_; }
   std::size_t active_or_throw() const;
+  /// Throws unless `stream` is part of the capture in which the step was opened.
+  void check_recording(Stream stream) const;
   Stream stream_or_step(Stream stream) const noexcept { return stream != nullptr ? stream : step_stream_; }
   void check_cache(const KvCache& kv) const;
   void check_open() const { workspace_->check_open(); }
@@ -126,6 +128,7 @@ class GraphState {
   std::vector<PageTable> blanks_;                                     ///< [bucket], tables of empty requests
   std::size_t active_ = kNoBucket;  ///< the bucket whose step is being recorded or computed
   Stream step_stream_ = nullptr;    ///< its stream
+  std::uint64_t recording_ = 0;     ///< the capture that it is part of
   bool computing_ = false;          ///< where there are no graphs: the step has a plan, and its layers compute
   std::thread::id in_body_;         ///< the thread that is calling the body
 

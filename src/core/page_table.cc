@@ -51,7 +51,7 @@ std::int32_t checked_kv_len(std::int64_t request, std::int64_t kv_len) {
   return static_cast<std::int32_t>(kv_len);
 }
 
-/// Fills the derived fields from indptr, indices and last_page_len, which are valid.
+/// Fills the derived fields but max_page_index from indptr and last_page_len, which are valid.
 void derive(PageTableData& data) {
   const std::size_t batch = data.last_page_len.size();
   data.page_counts.resize(batch);
@@ -68,8 +68,13 @@ void derive(PageTableData& data) {
     data.total_kv += kv_len;
     data.max_kv_len = std::max(data.max_kv_len, data.kv_lens[r]);
   }
-  data.max_page_index = data.indices.empty() ? -1 : *std::ranges::max_element(data.indices);
   data.page_counts_hash = hash_ints(data.page_counts);
+}
+
+std::int32_t largest_page(std::span<const std::int32_t> pages) {
+  std::int32_t largest = -1;
+  for (const std::int32_t page : pages) largest = std::max(largest, page);
+  return largest;
 }
 
 }  // namespace
@@ -132,6 +137,7 @@ PageTable PageTable::from_csr(std::int32_t page_size, std::int64_t num_pages, st
   data->indptr.assign(indptr.begin(), indptr.end());
   data->indices.assign(indices.begin(), indices.end());
   data->last_page_len.assign(last_page_len.begin(), last_page_len.end());
+  data->max_page_index = largest_page(data->indices);
   derive(*data);
   return PageTable(std::move(data));
 }
@@ -164,6 +170,7 @@ std::shared_ptr<PageTableData> from_lengths(std::int32_t page_size, std::int64_t
     data->indptr.push_back(static_cast<std::int32_t>(data->indices.size()));
     data->last_page_len.push_back(needed == 0 ? 0 : static_cast<std::int32_t>(kv_lens[r] - (needed - 1) * page_size));
   }
+  data->max_page_index = largest_page(data->indices);
   derive(*data);
   return data;
 }
@@ -245,6 +252,7 @@ std::shared_ptr<PageTableData> grown(const PageTableData& old, const TokensOf& t
   if (taken != new_pages.size()) {
     fail(Reason::kNewPages, "new_pages has {} entries, the requests need {}", new_pages.size(), taken);
   }
+  data->max_page_index = std::max(old.max_page_index, largest_page(new_pages));
   derive(*data);
   return data;
 }

@@ -13,18 +13,21 @@ namespace fiw {
 
 /// Which kind of kernel reads the schedule. Fixes the tile shape and what the grid's second axis covers.
 enum class KernelFamily : std::uint8_t {
-  kCpuStream,   ///< CPU, few rows a request: an item streams a chunk of keys for all heads
-  kCpuTile,     ///< CPU, many rows: an item is (query tile, KV chunk), once per KV head
-  kCudaCore,    ///< FlashInfer's CUDA-core decode kernel
-  kTensorTile,  ///< FlashInfer's FA2 tiles: prefill, verify and grouped decode
-  kHopper,      ///< FlashInfer's FA3 kernel with its persistent per-SM work lists, over contiguous K and V
-  kHopperPaged  ///< the same over pages where they lie
+  kCpuStream,    ///< CPU, few rows a request: an item streams a chunk of keys for all heads
+  kCpuTile,      ///< CPU, many rows: an item is (query tile, KV chunk), once per KV head
+  kCudaCore,     ///< FlashInfer's CUDA-core decode kernel
+  kTensorTile,   ///< FlashInfer's FA2 tiles: prefill, verify and grouped decode
+  kHopper,       ///< FlashInfer's FA3 kernel with its persistent per-SM work lists, over contiguous K and V
+  kHopperPaged,  ///< the same over pages where they lie
+  kCudaStream    ///< our decode and verify kernel: a request of few rows is one tile
 };
 
 constexpr bool is_hopper(KernelFamily family) noexcept {
   return family == KernelFamily::kHopper || family == KernelFamily::kHopperPaged;
 }
 
+/// Most packed (token, head-in-group) rows of a request that kCudaStream takes.
+inline constexpr std::int32_t kCudaStreamRows = 32;
 /// Packed (token, head-in-group) rows of a kCpuTile query tile: whole panels of 12, 24 and 48 rows.
 inline constexpr std::int32_t kCpuTileRows = 288;
 /// Most query tokens a request that kCpuStream takes; bounds the scratch it can ask for.

@@ -30,7 +30,9 @@ class Sizing {
     };
     if (cpu_ == nullptr) {
       const bool core = uniform_qo_len == 1 && spec.params.num_qo_heads == spec.params.num_kv_heads;
-      return std::max(bytes(KernelFamily::kTensorTile), core ? bytes(KernelFamily::kCudaCore) : 0);
+      const bool stream = std::max(uniform_qo_len, 1) * widest.group_size() <= kCudaStreamRows;
+      return std::max({bytes(KernelFamily::kTensorTile), core ? bytes(KernelFamily::kCudaCore) : 0,
+                       stream ? bytes(KernelFamily::kCudaStream) : 0});
     }
     // Ragged queries take one family or the other, by the longest of them.
     const bool ragged = uniform_qo_len == 0;

@@ -1,9 +1,12 @@
 // The CUDA backend: FlashInfer's kernels behind the interface that every backend has.
 #include <algorithm>
+#include <limits>
+#include <mutex>
 #include <optional>
 #include <unordered_set>
 #include <vector>
 
+#include "core/allocate.h"
 #include "core/backend.h"
 #include "core/caller_memory.h"
 #include "core/fail.h"
@@ -62,6 +65,24 @@ bool suits_kernels(const AttentionLaunch& launch) noexcept {
   return suits_kernels(*launch.kv);
 }
 
+/// Whether the schedule leaves out what comes before the window.
+bool skips_window(const ScheduleShape& shape, const AttentionParams& params) noexcept {
+  return shape.family == KernelFamily::kCudaStream || (shape.family == KernelFamily::kTensorTile && params.causal);
+}
+
+/// Rows of the tiles that the general kernel, or a tile kernel in place of another one, makes of a schedule.
+std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
+  if (shape.family == KernelFamily::kCudaStream) return kCudaStreamRows;
+  return shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows;
+}
+
+/// FlashInfer's kernels number the slots of a page table in 32 bits. A captured step's table was sized so.
+bool numbers_slots(const AttentionLaunch& launch) noexcept {
+  if (launch.kv == nullptr || launch.fixed != nullptr) return true;
+  return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <=
+         std::int64_t{std::numeric_limits<std::uint32_t>::max()};
+}
+
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
   view.k = kv.k;
   view.v = kv.v;
@@ -80,17 +101,50 @@ void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexc
 
 /// Copies between two tensors of one shape and type, whatever their strides.
 void copy_tensor(const Tensor& to, const ConstTensor& from, cudaStream_t stream) {
+  constexpr std::int64_t kMostPitch = std::numeric_limits<std::int32_t>::max();
   const auto element = static_cast<std::int64_t>(size_of(to.dtype));
-  const auto pitch = [&](std::int64_t row_stride) {
-    return static_cast<std::size_t>(std::max(row_stride, to.dim) * element);
-  };
+  const auto width = static_cast<std::size_t>(to.dim * element);
+  const std::int64_t to_pitch = std::max(to.row_stride, to.dim) * element;
+  const std::int64_t from_pitch = std::max(from.row_stride, to.dim) * element;
+  // Rows too far apart for one copy are copied each.
+  const std::int64_t at_once = std::max(to_pitch, from_pitch) <= kMostPitch ? to.rows : 1;
   for (std::int64_t head = 0; head < to.heads; ++head) {
-    check(cudaMemcpy2DAsync(static_cast<std::byte*>(to.data) + head * to.head_stride * element, pitch(to.row_stride),
-                            static_cast<const std::byte*>(from.data) + head * from.head_stride * element,
-                            pitch(from.row_stride), static_cast<std::size_t>(to.dim * element),
-                            static_cast<std::size_t>(to.rows), cudaMemcpyDeviceToDevice, stream),
-          "cudaMemcpy2DAsync");
+    auto* const target = static_cast<std::byte*>(to.data) + head * to.head_stride * element;
+    const auto* const source = static_cast<const std::byte*>(from.data) + head * from.head_stride * element;
+    for (std::int64_t row = 0; row < to.rows; row += at_once) {
+      check(cudaMemcpy2DAsync(target + row * to_pitch, at_once > 1 ? static_cast<std::size_t>(to_pitch) : width,
+                              source + row * from_pitch, at_once > 1 ? static_cast<std::size_t>(from_pitch) : width,
+                              width, static_cast<std::size_t>(at_once), cudaMemcpyDeviceToDevice, stream),
+            "cudaMemcpy2DAsync");
+    }
   }
+}
+
+/// No element is reached through the stride of an axis with one entry, but kernels reckon with it: the compact one.
+template <class T>
+T with_plain_strides(T tensor) noexcept {
+  if (tensor.heads == 1) tensor.head_stride = tensor.dim;
+  if (tensor.rows <= 1) tensor.row_stride = tensor.heads * tensor.head_stride;
+  return tensor;
+}
+
+KvCache with_plain_strides(KvCache kv) noexcept {
+  const auto plain = [&](KvCache::Strides& stride, std::int64_t dim) {
+    if (kv.num_kv_heads == 1) stride.head = dim;
+    if (kv.page_size == 1) stride.token = kv.num_kv_heads * stride.head;
+    if (kv.num_pages <= 1) stride.page = std::max(kv.page_size * stride.token, kv.num_kv_heads * stride.head);
+  };
+  plain(kv.k_stride, kv.head_dim_qk);
+  plain(kv.v_stride, kv.head_dim_vo);
+  return kv;
+}
+
+DeviceTable view_of(const FixedTable& table) noexcept {
+  return {.indptr = table.indptr,
+          .indices = table.indices,
+          .last_page_len = table.last_page_len,
+          .kv_lens = table.kv_lens,
+          .qo_indptr = table.qo_indptr};
 }
 
 bool is_contiguous(const Tensor& t) noexcept {
@@ -131,12 +185,9 @@ class CudaBackend final : public Backend {
   static void refuse_capture(cudaStream_t stream);
   /// The device copy of a call's requests; a captured call's own, put together in `fixed`.
   const DeviceTable& table_of(const AttentionLaunch& launch, DeviceTable& fixed);
-  /// Takes and leaves a call's place in the timeline; a captured call has one at each replay instead.
-  void enter(cudaStream_t stream, bool captured) {
-    if (!captured) timeline_.enter(stream);
-  }
-  void leave(cudaStream_t stream, bool captured) {
-    if (!captured) timeline_.leave(stream);
+  /// A call's place in the timeline; a captured call has one at each replay instead.
+  std::optional<Timeline::Entry> enter(cudaStream_t stream, bool captured) {
+    return captured ? std::nullopt : std::optional<Timeline::Entry>(std::in_place, timeline_, stream);
   }
   /// Our own stream where the caller names none: what it carries is ordered by the timeline, not by the default stream.
   cudaStream_t own_or(Stream stream) const noexcept {
@@ -145,10 +196,11 @@ class CudaBackend final : public Backend {
   AttentionArgs describe(const AttentionLaunch& launch, const DeviceTable& table) const;
   /// Raises the kernel's shared memory limit, once.
   void prepare(const void* function, std::size_t shared_bytes);
-  /// FlashInfer's kernel for a call; none where attend_any is to serve it.
+  /// The kernel for a call; none where attend_any is to serve it.
   struct Chosen {
     const TileKernel* tile = nullptr;
     const CoreKernel* core = nullptr;
+    const StreamKernel* stream = nullptr;
   };
   Chosen choose_kernel(const AttentionLaunch& launch, const StepSpec& spec, const AttentionArgs& args,
                        const DeviceTable& table) const;
@@ -157,14 +209,15 @@ class CudaBackend final : public Backend {
   class Temporary;
   /// `tensor` itself where the Hopper kernel can address it, else a contiguous copy in `copy`.
   ConstTensor addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream);
-  std::byte* allocate_or_throw(std::size_t bytes, Stream stream, const char* what);
 
   const int device_;
   const Allocator allocator_;
   const RouteChoice route_;
   DeviceProps props_;
+  bool launches_ahead_ = false;
   cudaStream_t own_ = nullptr;
   Timeline timeline_;
+  std::mutex releasing_;  ///< plans and sessions may outlive the workspace, each with a thread of its own
   Graphs graphs_{device_, timeline_};
   PinnedRing ring_;
   std::unordered_set<const void*> prepared_;
@@ -175,7 +228,7 @@ class CudaBackend final : public Backend {
 class CudaBackend::Temporary {
  public:
   Temporary(CudaBackend& backend, std::size_t bytes, Stream stream, const char* what)
-      : backend_(backend), bytes_(bytes), stream_(stream), memory_(backend.allocate_or_throw(bytes, stream, what)) {}
+      : backend_(backend), bytes_(bytes), stream_(stream), memory_(allocate_or_throw(backend, bytes, what, stream)) {}
   Temporary(const Temporary&) = delete;
   Temporary& operator=(const Temporary&) = delete;
   ~Temporary() { backend_.release(memory_, bytes_, stream_); }
@@ -192,7 +245,7 @@ class CudaBackend::Temporary {
 CudaBackend::CudaBackend(int device, const Allocator& allocator, std::optional<CudaRoute> route)
     : device_(device), allocator_(allocator), route_(route ? *route : route_from_environment()) {
   measure();
-  check(load_merge_kernels(), "loading the merge kernels");
+  check(load_merge_kernels(launches_ahead_), "loading the merge kernels");
   check(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   tables_.emplace(*this);
 }
@@ -251,7 +304,7 @@ std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
   refuse_capture(on);
-  timeline_.enter(on);
+  Timeline::Entry entry(timeline_, on);
   void* memory = nullptr;
   if (allocator_.allocate != nullptr) {
     memory = allocate_from(allocator_, bytes, kAlignment, on);
@@ -263,37 +316,30 @@ std::byte* CudaBackend::allocate(std::size_t bytes, Stream stream) {
     }
     check(status, "cudaMallocAsync");
   }
-  timeline_.leave(on);
+  entry.leave();
   return static_cast<std::byte*>(memory);
 }
 
 void CudaBackend::release(std::byte* memory, std::size_t bytes, Stream stream) noexcept {
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
+  const std::scoped_lock lock(releasing_);
   try {
-    timeline_.enter(on);
+    Timeline::Entry entry(timeline_, on);
     if (allocator_.free != nullptr) {
       allocator_.free(allocator_.context, memory, bytes, on);
     } else {
       check(cudaFreeAsync(memory, on), "cudaFreeAsync");
     }
-    timeline_.leave(on);
+    entry.leave();
   } catch (const Error&) {
     // Nothing can be freed on a lost device.
   }
 }
 
-std::byte* CudaBackend::allocate_or_throw(std::size_t bytes, Stream stream, const char* what) {
-  std::byte* const memory = allocate(bytes, stream);
-  if (memory == nullptr) {
-    throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for {} bytes of {}", bytes, what))
-        .needs(bytes);
-  }
-  return memory;
-}
-
 std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t bytes) {
   const DeviceGuard guard(device_);
+  const RelaxedCapture relaxed(true);  // another thread may be capturing, which forbids looking at events
   return ring_.stage(bytes);
 }
 
@@ -301,14 +347,16 @@ void CudaBackend::upload(std::byte* device_slice, std::span<const std::byte> sta
   const DeviceGuard guard(device_);
   const cudaStream_t on = own_or(stream);
   refuse_capture(on);
-  timeline_.enter(on);
+  Timeline::Entry entry(timeline_, on);
   ring_.upload(device_slice, staged, on);
-  timeline_.leave(on);
+  entry.leave();
 }
 
 void CudaBackend::fetch(std::span<const HostCopy> arrays, Stream stream) {
   const DeviceGuard guard(device_);
   const auto on = static_cast<cudaStream_t>(stream);
+  refuse_capture(on);
+  const RelaxedCapture relaxed(true);  // see stage()
   std::size_t bytes = 0;
   for (const HostCopy& array : arrays) bytes += array.to.size();
   // Pinned, so that all copies are under way before the one wait. Not uploaded: the slot is free again afterwards.
@@ -353,7 +401,7 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
       .items = shape.padded_items,
       .split_kv = shape.split_kv,
       .causal = params.causal,
-      .skip_window = shape.family == KernelFamily::kTensorTile && params.causal ? params.window_left : -1,
+      .skip_window = skips_window(shape, params) ? params.window_left : -1,
       .window_left = params.window_left,
       .sm_scale = params.sm_scale,
       .soft_cap = params.logits_soft_cap,
@@ -386,8 +434,13 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
                                                const AttentionArgs& args, const DeviceTable& table) const {
   const AttentionParams& params = *launch.params;
   if (route_ == RouteChoice::kAny || !suits_kernels(launch)) return {};
+  if (launch.shape->family != KernelFamily::kCudaStream && !numbers_slots(launch)) return {};
   const bool options =
       params.logits_soft_cap > 0 || params.window_left >= 0 || spec.sinks || spec.alibi || args.k_head_scale != nullptr;
+  if (launch.shape->family == KernelFamily::kCudaStream) {
+    const std::int32_t group = params.num_qo_heads / params.num_kv_heads;
+    return {.stream = find_stream(spec, launch.shape->max_qo_len * group)};
+  }
   if (launch.shape->family == KernelFamily::kCudaCore) {
     const KvView& kv = args.kv;
     if (kv.k_page == kv.v_page && kv.k_token == kv.v_token && kv.k_head == kv.v_head) {
@@ -406,12 +459,8 @@ CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, co
 
 const DeviceTable& CudaBackend::table_of(const AttentionLaunch& launch, DeviceTable& fixed) {
   if (launch.fixed != nullptr) {
-    fixed = {.indptr = launch.fixed->indptr,
-             .indices = launch.fixed->indices,
-             .last_page_len = launch.fixed->last_page_len,
-             .kv_lens = launch.fixed->kv_lens,
-             .qo_indptr = launch.fixed->qo_indptr,
-             .rows_before_start = launch.uniform_qo_len > 1};  // some later table may have such a request
+    fixed = view_of(*launch.fixed);
+    fixed.rows_before_start = launch.uniform_qo_len > 1;  // some later table may have such a request
     return fixed;
   }
   refuse_capture(static_cast<cudaStream_t>(launch.stream));
@@ -422,8 +471,20 @@ const DeviceTable& CudaBackend::table_of(const AttentionLaunch& launch, DeviceTa
                        launch.stream);
 }
 
-void CudaBackend::attend(const AttentionLaunch& launch) {
+void CudaBackend::attend(const AttentionLaunch& given) {
   const DeviceGuard guard(device_);
+  AttentionLaunch launch = given;
+  std::optional<KvCache> kv;
+  std::optional<RaggedKv> ragged;
+  launch.q = with_plain_strides(launch.q);
+  launch.out = with_plain_strides(launch.out);
+  if (launch.kv != nullptr) {
+    launch.kv = &kv.emplace(with_plain_strides(*launch.kv));
+  } else {
+    launch.ragged = &ragged.emplace(*launch.ragged);
+    ragged->k = with_plain_strides(ragged->k);
+    ragged->v = with_plain_strides(ragged->v);
+  }
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   const AttentionParams& params = *launch.params;
   const ScheduleShape& shape = *launch.shape;
@@ -436,10 +497,11 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
   DeviceTable fixed;
   const DeviceTable& table = table_of(launch, fixed);
   const bool captured = launch.fixed != nullptr;
+  const RelaxedCapture relaxed(captured);
   if (is_hopper(shape.family)) return attend_hopper(launch, spec, table);
   AttentionArgs args = describe(launch, table);
   const Chosen chosen = choose_kernel(launch, spec, args, table);
-  const bool flashinfer = chosen.tile != nullptr || chosen.core != nullptr;
+  const bool strided = chosen.tile == nullptr && chosen.core == nullptr && chosen.stream == nullptr;
 
   const Tensor& out = launch.out;
   const std::size_t row_bytes = static_cast<std::size_t>(out.heads * out.dim) * size_of(out.dtype);
@@ -450,7 +512,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.out = launch.scratch.data();
     args.lse = reinterpret_cast<float*>(launch.scratch.data() +
                                         align_up(static_cast<std::size_t>(shape.partial_rows) * row_bytes));
-  } else if (!flashinfer || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
+  } else if (strided || (is_contiguous(out) && suits_vectors(out.data, out.dtype, {}))) {
     args.out = out.data;
     args.lse = launch.lse;
   } else if (captured) {
@@ -470,10 +532,13 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
     args.lse = reinterpret_cast<float*>(lse.emplace(*this, bytes, launch.stream, "logarithms").data());
   }
 
-  enter(stream, captured);
+  std::optional<Timeline::Entry> entry = enter(stream, captured);
   if (chosen.core != nullptr) {
     prepare(chosen.core->function, chosen.core->shared_bytes);
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
+  } else if (chosen.stream != nullptr) {
+    prepare(chosen.stream->function, chosen.stream->shared_bytes);
+    check(chosen.stream->launch(args, launches_ahead_, stream), "launching a stream kernel");
   } else if (chosen.tile != nullptr) {
     prepare(chosen.tile->function, chosen.tile->shared_bytes);
     check(chosen.tile->launch(args, stream), "launching a tile kernel");
@@ -483,7 +548,7 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
                       .kv = spec.kv_dtype,
                       .head_dim_qk = params.head_dim_qk,
                       .head_dim_vo = params.head_dim_vo,
-                      .tile_rows = shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows,
+                      .tile_rows = rows_of_tiles(shape),
                       .out_row = shape.split_kv ? out.heads * out.dim : out.row_stride,
                       .out_head = shape.split_kv ? out.dim : out.head_stride},
                      stream),
@@ -499,11 +564,11 @@ void CudaBackend::attend(const AttentionLaunch& launch) {
       partials.v_head_scale = args.v_head_scale;
       partials.group = params.num_qo_heads / params.num_kv_heads;
     }
-    check(merge_partials(partials, out, launch.lse, stream), "launching the merge kernel");
+    check(merge_partials(partials, out, launch.lse, launches_ahead_, stream), "launching the merge kernel");
   } else if (bounce) {
     copy_tensor(out, ConstTensor(bounce->data(), out.dtype, out.rows, out.heads, out.dim, out.device), stream);
   }
-  leave(stream, captured);
+  if (entry) entry->leave();
 }
 
 ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream) {
@@ -511,9 +576,7 @@ ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Te
   copy.emplace(*this, static_cast<std::size_t>(tensor.rows * tensor.heads * tensor.dim) * size_of(tensor.dtype), stream,
                "an aligned copy");
   const Tensor aligned(copy->data(), tensor.dtype, tensor.rows, tensor.heads, tensor.dim, tensor.device);
-  timeline_.enter(stream);
   copy_tensor(aligned, tensor, stream);
-  timeline_.leave(stream);
   return aligned;
 }
 
@@ -526,6 +589,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
   prepare(kernel->function, kernel->shared_bytes);
 
+  Timeline::Entry entry(timeline_, stream);
   std::optional<Temporary> q_copy;
   std::optional<Temporary> k_copy;
   std::optional<Temporary> v_copy;
@@ -575,7 +639,6 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
 
   if (in_place) {
     read_pages(args.call.kv, *launch.kv, table);
-    timeline_.enter(stream);
   } else if (launch.kv != nullptr) {
     const std::int64_t tokens = launch.table->total_kv();
     std::byte* memory = launch.scratch.data();
@@ -585,7 +648,6 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     const ConstTensor k(memory, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
     const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
     const ConstTensor v(memory + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
-    timeline_.enter(stream);
     check(gather_kv(
               *launch.kv,
               {.batch = shape.batch, .indptr = table.indptr, .indices = table.indices, .kv_offsets = table.kv_offsets},
@@ -595,35 +657,33 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   } else {
     const ConstTensor k = addressable(launch.ragged->k, k_copy, stream);
     const ConstTensor v = addressable(launch.ragged->v, v_copy, stream);
-    timeline_.enter(stream);
     read_from(k, v);
   }
   check(kernel->launch(args, stream), "launching a Hopper kernel");
   if (out_copy) copy_tensor(launch.out, out, stream);
-  timeline_.leave(stream);
+  entry.leave();
 }
 
 void CudaBackend::append(const AppendLaunch& launch) {
   const DeviceGuard guard(device_);
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  AppendTable at{.batch = launch.table->batch()};
+  DeviceTable table;
   if (launch.fixed != nullptr) {
-    at.append_indptr = launch.fixed->qo_indptr;
-    at.indptr = launch.fixed->indptr;
-    at.indices = launch.fixed->indices;
-    at.kv_lens = launch.fixed->kv_lens;
+    table = view_of(*launch.fixed);
   } else {
     refuse_capture(stream);
-    const DeviceTable& table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
-    at.append_indptr = table.qo_indptr;
-    at.indptr = table.indptr;
-    at.indices = table.indices;
-    at.kv_lens = table.kv_lens;
+    table = tables_->find({.table = launch.table, .qo_indptr = launch.append_indptr}, launch.stream);
   }
+  const AppendTable at{.batch = launch.table->batch(),
+                       .append_indptr = table.qo_indptr,
+                       .indptr = table.indptr,
+                       .indices = table.indices,
+                       .kv_lens = table.kv_lens};
   const bool captured = launch.fixed != nullptr;
-  enter(stream, captured);
+  const RelaxedCapture relaxed(captured);
+  std::optional<Timeline::Entry> entry = enter(stream, captured);
   check(append_kv(launch.k, launch.v, *launch.kv, at, stream), "launching the append kernel");
-  leave(stream, captured);
+  if (entry) entry->leave();
 }
 
 void CudaBackend::merge(const MergeLaunch& launch) {
@@ -642,11 +702,12 @@ void CudaBackend::merge(const MergeLaunch& launch) {
     upload(device_parts->data(), staged, launch.stream);
   }
   const bool captured = is_capturing(stream);
-  enter(stream, captured);
+  const RelaxedCapture relaxed(captured);
+  std::optional<Timeline::Entry> entry = enter(stream, captured);
   check(merge_states(parts_, device_parts ? reinterpret_cast<const MergePart*>(device_parts->data()) : nullptr,
-                     launch.out, launch.lse, stream),
+                     launch.out, launch.lse, launches_ahead_, stream),
         "launching the merge kernel");
-  leave(stream, captured);
+  if (entry) entry->leave();
 }
 
 }  // namespace cuda

@@ -51,6 +51,14 @@ DeviceGuard::~DeviceGuard() {
   if (switched_) cudaSetDevice(previous_);
 }
 
+RelaxedCapture::RelaxedCapture(bool captured) noexcept : captured_(captured) {
+  if (captured_) cudaThreadExchangeStreamCaptureMode(&mode_);
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (captured_) cudaThreadExchangeStreamCaptureMode(&mode_);
+}
+
 void require_device(int device) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);

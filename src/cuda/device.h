@@ -25,6 +25,20 @@ class DeviceGuard {
   bool switched_ = false;
 };
 
+/// Within its scope, this thread may do what a capture of the caller's forbids but does not record: a kernel's first
+/// launch loads it.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(bool captured) noexcept;
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture();
+
+ private:
+  const bool captured_;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 /// Throws kNoDevice unless `device` exists.
 void require_device(int device);
 

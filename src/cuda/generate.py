@@ -42,6 +42,9 @@ def unit(instance):
     elif family == "hopper":
         header, row = "cuda/fa3/hopper.cuh", "HopperKernel"
         call = f"hopper_kernels<{CPP_TYPES[q]}, {qk}, {vo}, HopperVariant::{camel(variant)}>()"
+    elif family == "stream":
+        header, row = "cuda/stream/stream.cuh", "StreamKernel"
+        call = f"stream_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}>()"
     else:
         header, row = "cuda/decode/core.cuh", "CoreKernel"
         call = f"core_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}>()"
@@ -55,11 +58,13 @@ def registry(built, full):
     tiles = [i for i in built if i[0] == "tile"]
     cores = [i for i in built if i[0] == "core"]
     hoppers = [i for i in built if i[0] == "hopper"]
+    streams = [i for i in built if i[0] == "stream"]
     lines = ["// Generated from kernels.json.", "#include <array>", "", '#include "cuda/registry.h"', "",
              "namespace fiw::cuda {", ""]
     lines += [f"std::span<const TileKernel> {name_of(i)}();" for i in tiles]
     lines += [f"std::span<const CoreKernel> {name_of(i)}();" for i in cores]
     lines += [f"std::span<const HopperKernel> {name_of(i)}();" for i in hoppers]
+    lines += [f"std::span<const StreamKernel> {name_of(i)}();" for i in streams]
     lines += ["", "std::span<const TileEntry> tile_entries() noexcept {",
               f"  static constexpr std::array<TileEntry, {len(tiles)}> entries = {{{{"]
     lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, {i[4]}, TileVariant::{camel(i[5])}, "
@@ -70,6 +75,9 @@ def registry(built, full):
     lines += ["  }};", "  return entries;", "}", "", "std::span<const HopperEntry> hopper_entries() noexcept {",
               f"  static constexpr std::array<HopperEntry, {len(hoppers)}> entries = {{{{"]
     lines += [f"      {{DType::{DTYPES[i[1]]}, {i[3]}, {i[4]}, &{name_of(i)}}}," for i in hoppers]
+    lines += ["  }};", "  return entries;", "}", "", "std::span<const StreamEntry> stream_entries() noexcept {",
+              f"  static constexpr std::array<StreamEntry, {len(streams)}> entries = {{{{"]
+    lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, &{name_of(i)}}}," for i in streams]
     lines += ["  }};", "  return entries;", "}", "", "std::span<const Combination> full_combinations() noexcept {"]
     combinations = list(dict.fromkeys(i[1:5] for i in full if i[0] == "tile"))
     lines += [f"  static constexpr std::array<Combination, {len(combinations)}> combinations = {{{{"]

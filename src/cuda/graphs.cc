@@ -63,9 +63,12 @@ void Graphs::abandon(Stream stream) noexcept {
   cudaGetLastError();  // what ended the capture is told by the exception under way
 }
 
-void Graphs::check_recording(Stream stream) const {
+std::uint64_t Graphs::recording_on(Stream stream) const {
   const DeviceGuard guard(device_);
-  if (is_capturing(static_cast<cudaStream_t>(stream))) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id), "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusActive) return id;
   fail(
       Reason::kOptions,
       "stream is not being captured, as it must be for run() and append_kv(): they are for capture()'s body and, after "
@@ -100,6 +103,7 @@ void Graphs::replan(const ReplanLaunch& launch) {
   if (launch.batch > kMostRequests) {
     fail(Reason::kBatch, "a live table serves up to {} requests, the bucket has {}", kMostRequests, launch.batch);
   }
+  const RelaxedCapture relaxed(true);
   check(cuda::replan(launch, static_cast<cudaStream_t>(launch.stream)), "launching the planning kernel");
 }
 

@@ -16,7 +16,7 @@ class Graphs final : public GraphBackend {
   void begin(Stream stream) override;
   std::unique_ptr<Recording> end(Stream stream) override;
   void abandon(Stream stream) noexcept override;
-  void check_recording(Stream stream) const override;
+  std::uint64_t recording_on(Stream stream) const override;
   void replay(const Recording& recording, Stream stream) override;
   std::shared_ptr<GraphAlarm> make_alarm() override;
   void replan(const ReplanLaunch& launch) override;

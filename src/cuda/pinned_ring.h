@@ -9,8 +9,9 @@
 
 namespace fiw::cuda {
 
-/// Starts with small slots enough for many steps in flight and grows when all are still being read, since waiting for
-/// the device could wait for ever. A slot that was staged and never uploaded (the plan failed half way) is free again.
+/// One ring for each size of slot, a power of two. The small ones are enough for many steps in flight from the start; a
+/// ring grows where its oldest slot is still being read, since waiting for the device could wait for ever. A slot that
+/// was staged and never uploaded (the plan failed half way) is free again.
 class PinnedRing {
  public:
   PinnedRing();
@@ -27,17 +28,22 @@ class PinnedRing {
  private:
   struct Slot {
     std::byte* memory = nullptr;
-    std::size_t bytes = 0;
     cudaEvent_t done = nullptr;
     bool in_flight = false;
   };
-  /// One allocation, cut into `count` slots.
-  void add_slots(std::size_t bytes, std::size_t count);
+  struct Ring {
+    std::vector<Slot> slots;
+    std::size_t next = 0;  ///< the slot that has been in flight longest
+  };
+  void release() noexcept;
+  /// Whether the ring's next slot can be written to.
+  static bool is_free(Ring& ring);
+  /// One allocation, cut into `count` slots, which are the ring's next ones.
+  void add_slots(Ring& ring, std::size_t bytes, std::size_t count);
 
-  std::vector<Slot> slots_;
+  std::vector<Ring> rings_;  ///< [power of two]
   std::vector<std::byte*> blocks_;
-  std::size_t next_ = 0;    ///< where the search starts: the slot that has been in flight longest
-  std::size_t staged_ = 0;  ///< the slot handed out last
+  Ring* staged_ = nullptr;  ///< whose next slot was handed out last
 };
 
 }  // namespace fiw::cuda

@@ -31,5 +31,7 @@ bool tile_is_built(const StepSpec& spec) noexcept;
 const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int32_t rows, bool paged) noexcept;
 const HopperKernel* find_hopper(const StepSpec& spec, bool paged) noexcept;
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept;
+/// For requests of up to `rows` packed rows.
+const StreamKernel* find_stream(const StepSpec& spec, std::int64_t rows) noexcept;
 
 }  // namespace fiw::cuda

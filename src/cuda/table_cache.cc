@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "core/fail.h"
+#include "core/allocate.h"
 
 namespace fiw::cuda {
 namespace {
@@ -48,11 +48,7 @@ void TableCache::fill(Entry& entry, const TableKey& key, Stream stream) {
   const std::size_t words = 2 * (batch + 1) + (paged ? 3 * batch + 1 + pages : 0);
   if (words * sizeof(std::int32_t) > entry.bytes) {
     const std::size_t bytes = std::bit_ceil(std::max(words * sizeof(std::int32_t), kLeastBytes));
-    std::byte* const fresh = backend_.allocate(bytes, stream);
-    if (fresh == nullptr) {
-      throw Error(Status::kOutOfMemory, Reason::kAllocation, fmt::format("no memory for {} bytes of page table", bytes))
-          .needs(bytes);
-    }
+    std::byte* const fresh = allocate_or_throw(backend_, bytes, "page table", stream);
     if (entry.memory != nullptr) backend_.release(entry.memory, entry.bytes, stream);
     entry.memory = fresh;
     entry.bytes = bytes;

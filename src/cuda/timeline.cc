@@ -2,6 +2,7 @@
 #include "cuda/timeline.h"
 
 #include "cuda/device.h"
+#include "fiw/error.h"
 
 namespace fiw::cuda {
 
@@ -20,6 +21,24 @@ void Timeline::leave(cudaStream_t stream) {
   check(cudaStreamGetId(stream, &stream_id_), "cudaStreamGetId");
   check(cudaEventRecord(latest_, stream), "cudaEventRecord");
   marked_ = true;
+}
+
+Timeline::Entry::Entry(Timeline& timeline, cudaStream_t stream) : timeline_(timeline), stream_(stream) {
+  timeline_.enter(stream_);
+}
+
+Timeline::Entry::~Entry() {
+  if (left_) return;
+  try {
+    timeline_.leave(stream_);
+  } catch (const Error&) {
+    // What ended the call is told by the exception under way.
+  }
+}
+
+void Timeline::Entry::leave() {
+  left_ = true;
+  timeline_.leave(stream_);
 }
 
 void Timeline::drain() {

@@ -17,6 +17,7 @@ class Timeline {
 
   void enter(cudaStream_t stream);
   void leave(cudaStream_t stream);
+  class Entry;
   /// Blocks the host until all work is done.
   void drain();
 
@@ -24,6 +25,22 @@ class Timeline {
   cudaEvent_t latest_ = nullptr;
   unsigned long long stream_id_ = 0;
   bool marked_ = false;
+};
+
+/// A call's place in the timeline. Where the call fails half way, what it has enqueued is followed all the same.
+class Timeline::Entry {
+ public:
+  Entry(Timeline& timeline, cudaStream_t stream);
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  ~Entry();
+  /// At the end of a call: throws where the destructor could not.
+  void leave();
+
+ private:
+  Timeline& timeline_;
+  const cudaStream_t stream_;
+  bool left_ = false;
 };
 
 }  // namespace fiw::cuda

@@ -17,7 +17,8 @@ struct DevicePlan {
   std::int32_t fixed_chunk_pages = 0;  ///< 0: searched for
   std::int32_t page_size = 1;
   bool split_kv = false;
-  GridSize grid{};
+  ChunkRule rule{};
+  std::uint32_t most_chunks[ChunkRule::kLimits]{};  ///< of all requests, within each limit of the rule
 };
 
 /// For schedules of this shape, which was made from the same arguments under a graph's policy.

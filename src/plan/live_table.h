@@ -30,14 +30,13 @@ FIW_HOST_DEVICE inline std::int64_t count_tokens(std::int32_t pages, std::int32_
   return pages == 0 ? 0 : (pages - std::int64_t{1}) * page_size + last;
 }
 
-/// The faults of request r's indptr and last_page_len. Where there is none, in any request, its pages may be read.
-FIW_HOST_DEVICE inline LiveFault check_extent(const LiveTable& table, std::int32_t r) {
-  const std::int32_t begin = table.indptr[r];
-  const std::int32_t end = table.indptr[r + 1];
+/// The faults of request r, whose pages are entries [begin, end). Where there is none, in any request, its pages may be
+/// read.
+FIW_HOST_DEVICE inline LiveFault check_extent(const LiveTable& table, std::int32_t r, std::int32_t begin,
+                                              std::int32_t end, std::int32_t last) {
   if (r == 0 && begin != 0) return {Reason::kIndptrStart, r, begin, 0};
   if (end < begin) return {Reason::kIndptrDecreasing, r, end, begin};
   if (end > table.max_pages) return {Reason::kTableSize, r, end, table.max_pages};
-  const std::int32_t last = table.last_page_len[r];
   if (end > begin && (last < 1 || last > table.page_size)) return {Reason::kLastPageLen, r, last, table.page_size};
   if (count_tokens(end - begin, table.page_size, last) > INT32_MAX) {
     return {Reason::kKvLens, r, end - begin, INT32_MAX / table.page_size};
@@ -49,12 +48,6 @@ FIW_HOST_DEVICE inline LiveFault check_page(const LiveTable& table, std::int32_t
   const std::int32_t page = table.indices[entry];
   if (page >= 0 && page < table.num_pages) return {};
   return {Reason::kPageIndex, r, page, static_cast<std::int32_t>(table.num_pages - 1)};
-}
-
-/// Tokens of request r, of a table without faults.
-FIW_HOST_DEVICE inline std::int32_t live_kv_len(const LiveTable& table, std::int32_t r) {
-  return static_cast<std::int32_t>(
-      count_tokens(table.indptr[r + 1] - table.indptr[r], table.page_size, table.last_page_len[r]));
 }
 
 }  // namespace fiw

@@ -72,9 +72,10 @@ void check_partial_elements(const ScheduleShape& shape, const WorkLoad& work) {
 
 void check_family(KernelFamily family, std::int32_t max_qo_len) {
   if (is_hopper(family)) throw Error(Status::kInternal, Reason::kBug, "Hopper schedules are shape_hopper's");
-  const std::int32_t most = family == KernelFamily::kCudaCore    ? 1
-                            : family == KernelFamily::kCpuStream ? kCpuStreamMaxQoLen
-                                                                 : std::numeric_limits<std::int32_t>::max();
+  const std::int32_t most = family == KernelFamily::kCudaCore     ? 1
+                            : family == KernelFamily::kCpuStream  ? kCpuStreamMaxQoLen
+                            : family == KernelFamily::kCudaStream ? kCudaStreamRows
+                                                                  : std::numeric_limits<std::int32_t>::max();
   if (max_qo_len > most) {
     throw Error(Status::kInternal, Reason::kBug,
                 fmt::format("a request has {} query tokens, this kernel family takes {}", max_qo_len, most));
@@ -193,14 +194,20 @@ DevicePlan device_plan(const ScheduleShape& shape, const DeviceProps& device, co
                        const SplitPolicy& policy) {
   const Tiling tiling(shape.family, work, shape.tile_rows);
   const bool fixed = shape.split_kv && policy.fixed_chunk_tokens > 0;
-  return {.qo_len = work.uniform_qo_len,
-          .tiles = tiling.tiles_of(work.uniform_qo_len),
-          .reach = tiling.reach_of(work.uniform_qo_len),
-          .spared_span = tiling.spared_span(work.uniform_qo_len),
-          .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
-          .page_size = work.page_size,
-          .split_kv = shape.split_kv,
-          .grid = Grid(shape.family, device, work)};
+  const std::int32_t tiles = tiling.tiles_of(work.uniform_qo_len);
+  DevicePlan plan{.qo_len = work.uniform_qo_len,
+                  .tiles = tiles,
+                  .reach = tiling.reach_of(work.uniform_qo_len),
+                  .spared_span = tiling.spared_span(work.uniform_qo_len),
+                  .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
+                  .page_size = work.page_size,
+                  .split_kv = shape.split_kv,
+                  .rule = ChunkRule(std::int64_t{tiles} * work.batch(), Grid(shape.family, device, work))};
+  for (int i = 0; i < ChunkRule::kLimits && tiles > 0; ++i) {
+    plan.most_chunks[i] = static_cast<std::uint32_t>(
+        std::min<std::int64_t>(plan.rule.limits[i] / tiles, std::numeric_limits<std::uint32_t>::max()));
+  }
+  return plan;
 }
 
 void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<std::byte> out) {
@@ -289,6 +296,7 @@ ScheduleShape worst_shape(KernelFamily family, const DeviceProps& device, const 
   // Tiles never shrink as requests grow, and larger tiles write more partial rows: one request with all rows is worst.
   shape.max_qo_len = uniform ? widest.uniform_qo_len : shape.total_rows;
   if (family == KernelFamily::kCpuStream) shape.max_qo_len = std::min(shape.max_qo_len, kCpuStreamMaxQoLen);
+  if (family == KernelFamily::kCudaStream) shape.max_qo_len = std::min(shape.max_qo_len, kCudaStreamRows);
   const bool any_length = !uniform && policy.fixed_chunk_tokens > 0;
   shape.tile_rows =
       choose_tile_rows(family, device, widest,

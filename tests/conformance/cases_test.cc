@@ -379,6 +379,43 @@ TEST_P(Cases, MoreQueriesThanKeys) {
   }
 }
 
+TEST_P(Cases, MoreQueriesThanKeysThroughTheWidestWindow) {
+  const auto workspace = make_workspace(GetParam());
+  for (const Op op : {Op::kPrefill, Op::kVerify}) {
+    for (const bool causal : {false, true}) {
+      Case c{.op = op, .qo_lens = {5}, .kv_lens = {3}};
+      c.params.causal = causal;
+      c.params.window_left = std::numeric_limits<std::int32_t>::max();
+      expect_right(*workspace, c);
+    }
+  }
+}
+
+// The stride of an axis with one entry says nothing, and may be anything.
+TEST_P(Cases, StridesOfSingleEntries) {
+  const auto workspace = make_workspace(GetParam());
+  for (const std::int32_t qo_len : {1, 4, 200}) {
+    const Case c{.op = Op::kPrefill,
+                 .params = heads(2, 1, 128),
+                 .page_size = 256,
+                 .qo_lens = {qo_len},
+                 .kv_lens = {qo_len + 9},
+                 .spare_pages = 0};
+    Problem problem(GetParam(), c, rng_);
+    problem.poison_outputs();
+    KvCache kv = problem.cache().device();
+    ASSERT_EQ(kv.num_pages, 1);
+    for (KvCache::Strides* stride : {&kv.k_stride, &kv.v_stride}) {
+      stride->page = 0;
+      stride->head = 0;
+    }
+    workspace->prefill(problem.q().device(), problem.qo_indptr(), kv, problem.table(), problem.description().params,
+                       problem.out().device(), problem.device_lse());
+    problem.fetch_outputs();
+    EXPECT_TRUE(problem.check()) << qo_len << " tokens";
+  }
+}
+
 TEST_P(Cases, EmptyRequestBesideAFullOne) {
   const auto workspace = make_workspace(GetParam());
   for (const Op op : {Op::kDecode, Op::kPrefill, Op::kVerify, Op::kRagged}) {

@@ -13,6 +13,7 @@
 
 #include "gate.h"
 #include "support/problem.h"
+#include "support/stream.h"
 
 namespace fiw::test {
 namespace {
@@ -21,17 +22,11 @@ constexpr int kDevice = 0;
 
 void check(cudaError_t status) { ASSERT_EQ(status, cudaSuccess) << cudaGetErrorString(status); }
 
-class OwnedStream {
+class OwnedStream : public TestStream {
  public:
-  OwnedStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  OwnedStream(const OwnedStream&) = delete;
-  OwnedStream& operator=(const OwnedStream&) = delete;
-  ~OwnedStream() { cudaStreamDestroy(stream_); }
-  cudaStream_t get() const { return stream_; }
-  void synchronize() const { check(cudaStreamSynchronize(stream_)); }
-
- private:
-  cudaStream_t stream_ = nullptr;
+  OwnedStream() : TestStream(kDevice) {}
+  cudaStream_t get() const { return static_cast<cudaStream_t>(TestStream::get()); }
+  void synchronize() const { check(cudaStreamSynchronize(get())); }
 };
 
 class Cuda : public testing::Test, public Seeded {
@@ -109,6 +104,71 @@ TEST_F(Cuda, UploadsInFlightAreNotOverwritten) {
   for (const auto& problem : problems) {
     problem->fetch_outputs();
     EXPECT_TRUE(problem->check());
+  }
+}
+
+TEST_F(Cuda, AnErrorThatNobodyReadIsNotOurs) {
+  const auto workspace = make_workspace(kDevice);
+  Problem problem(kDevice, decode({300, 20}), rng_);
+  for (int i = 0; i < 3; ++i) {
+    void* memory = nullptr;
+    ASSERT_EQ(cudaMalloc(&memory, std::size_t{1} << 50), cudaErrorMemoryAllocation);
+    problem.call(*workspace);
+    EXPECT_TRUE(problem.check());
+    ASSERT_EQ(cudaMalloc(&memory, std::size_t{1} << 50), cudaErrorMemoryAllocation);
+    EXPECT_TRUE(problem.grow(*workspace, 1));
+    cudaGetLastError();
+  }
+}
+
+TEST_F(Cuda, PagesBeyondWhat32BitsCount) {
+  const auto workspace = make_workspace(kDevice);
+  Problem problem(kDevice, decode({40, 70, 129}), rng_);
+  KvCache kv = problem.cache().device();
+  const std::size_t page_bytes = static_cast<std::size_t>(kv.k_stride.page) * size_of(kv.dtype);
+  const std::int64_t stride = ((std::int64_t{1} << 32) + (std::int64_t{1} << 28)) / kv.num_pages / 64 * 64;
+  const std::size_t far_bytes = static_cast<std::size_t>(kv.num_pages * stride) * size_of(kv.dtype);
+  std::vector<void*> owned;
+  const auto spread = [&](const void* pages) -> void* {
+    void* far = nullptr;
+    if (cudaMalloc(&far, far_bytes) != cudaSuccess) {
+      cudaGetLastError();
+      return nullptr;
+    }
+    owned.push_back(far);
+    check(cudaMemset(far, 0xFF, far_bytes));
+    for (std::int64_t page = 0; page < kv.num_pages; ++page) {
+      check(cudaMemcpy(static_cast<std::byte*>(far) + page * stride * static_cast<std::int64_t>(size_of(kv.dtype)),
+                       static_cast<const std::byte*>(pages) + page * static_cast<std::int64_t>(page_bytes), page_bytes,
+                       cudaMemcpyDeviceToDevice));
+    }
+    return far;
+  };
+  kv.k = spread(kv.k);
+  kv.v = spread(kv.v);
+  kv.k_stride.page = kv.v_stride.page = stride;
+  if (kv.k != nullptr && kv.v != nullptr) {
+    problem.poison_outputs();
+    workspace->decode(problem.q().device(), kv, problem.table(), problem.description().params, problem.out().device(),
+                      problem.device_lse());
+    problem.fetch_outputs();
+    EXPECT_TRUE(problem.check());
+  }
+  for (void* far : owned) cudaFree(far);
+  if (owned.size() < 2) GTEST_SKIP() << "skipped: the device has no " << 2 * far_bytes << " bytes free";
+}
+
+TEST_F(Cuda, PartialResultsOfFewAndOfManyRowsAreMerged) {
+  WorkspaceOptions options;
+  options.plan = {.batch_invariant = true, .fixed_split_tokens = 64};
+  const auto workspace = make_workspace(kDevice, options);
+  for (const std::size_t batch : {3, 63, 64, 101}) {
+    std::vector<std::int32_t> kv_lens;
+    for (std::size_t r = 0; r < batch; ++r) kv_lens.push_back(rng_.pick({0, 1, 64, rng_.uniform(1, 700)}));
+    kv_lens.front() = 64 * 70 + 5;  // more states than a warp has lanes
+    Problem problem(kDevice, decode(kv_lens, 32, 8), rng_);
+    problem.call(*workspace);
+    EXPECT_TRUE(problem.check()) << "batch " << batch;
   }
 }
 

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/graph_backend.h"
@@ -58,7 +59,10 @@ TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
                   .causal = rng_.chance(0.8),
                   .uniform_qo_len = rng_.pick({1, 1, 2, 5, 16})};
     const bool ungrouped = work.num_qo_heads == work.num_kv_heads && work.uniform_qo_len == 1;
-    const KernelFamily family = ungrouped ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
+    KernelFamily family = ungrouped ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
+    if (work.group_size() * work.uniform_qo_len <= kCudaStreamRows && rng_.chance(0.5)) {
+      family = KernelFamily::kCudaStream;
+    }
     std::vector<std::int32_t> counts;
     const std::int32_t most = std::max(1, rng_.pick({40, 4000, 60000}) / work.page_size);
     for (std::int32_t r = 0; r < batch; ++r) counts.push_back(rng_.chance(0.2) ? 0 : rng_.uniform(1, most));
@@ -131,7 +135,8 @@ TEST_F(CudaGraph, ACaptureOfTheCallersOwn) {
   for (const std::int32_t bucket : session.buckets()) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t executable = nullptr;
-    ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
+    // As PyTorch captures: without leave for what a kernel's first launch does.
+    ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
     ASSERT_EQ(session.begin(bucket, stream()), bucket);
     session.run(captured.problem().q().device(), captured.problem().cache().device(), captured.problem().out().device(),
                 captured.problem().device_lse(), {}, stream());
@@ -248,10 +253,68 @@ TEST_F(CudaGraph, CallsThatAGraphWouldRepeatWronglyAreRefused) {
     EXPECT_EQ(error.status(), Status::kUnsupported);
     EXPECT_NE(std::string(error.what()).find("the stream is being captured"), std::string::npos) << error.what();
   }
+  const DevicePageTable table{
+      .page_size = 16, .num_pages = 1, .indptr = {static_cast<const std::int32_t*>(problem.out().device().data), 1}};
+  EXPECT_THROW(workspace->read_table(table, stream()), Error) << "a table was read in a capture";
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess) << "a refused call broke the capture";
+  cudaGraphDestroy(graph);
+  problem.call(*workspace);
+  EXPECT_TRUE(problem.check());
+}
+
+TEST_F(CudaGraph, AStepBelongsToTheCaptureItWasBegunIn) {
+  Captured captured(kDevice, decode_case(4), rng_);
+  const auto workspace = make_workspace(kDevice);
+  const StepSpec spec = captured.spec();
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(4 * 44));
+  const auto capture = [&](auto body) {
+    cudaGraph_t graph = nullptr;
+    ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
+    body();
+    ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+    cudaGraphDestroy(graph);
+  };
+  capture([&] {
+    session.begin(4, stream());
+    captured.run(session);
+  });
+  capture([&] {
+    try {
+      captured.run(session);
+      ADD_FAILURE() << "a step went on in another capture, without its head";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("another capture"), std::string::npos) << error.what();
+    }
+  });
+}
+
+TEST_F(CudaGraph, CallsBesideAnothersCaptureDoNotBreakIt) {
+  const auto workspace = make_workspace(kDevice);
+  Problem problem(kDevice, decode_case(4), rng_);
+  const TestStream other(kDevice);
+  problem.call(*workspace);
+  synchronize();
+  // PyTorch's mode: what might wait is forbidden to all threads.
+  ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
+  std::string error;
+  std::thread([&] {
+    try {
+      for (int i = 0; i < 20; ++i) {
+        workspace->invalidate_runtime_cache();
+        workspace->decode(problem.q().device(), problem.cache().device(), problem.table(), problem.description().params,
+                          problem.out().device(), problem.device_lse(), {}, other.get());
+      }
+    } catch (const Error& e) {
+      error = e.what();
+    }
+  }).join();
+  EXPECT_EQ(error, "");
   cudaGraph_t graph = nullptr;
   ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
   cudaGraphDestroy(graph);
-  problem.call(*workspace);
+  ASSERT_EQ(cudaStreamSynchronize(static_cast<cudaStream_t>(other.get())), cudaSuccess);
+  problem.fetch_outputs();
   EXPECT_TRUE(problem.check());
 }
 

@@ -32,16 +32,51 @@ KernelFamily route(const RouteRequest& request, RouteChoice choice = RouteChoice
   return choose_family(request, DeviceProps::h200(), choice);
 }
 
-TEST(CudaRoutes, DecodeTakesTilesWhereHeadsAreGrouped) {
-  EXPECT_EQ(route(decode(8)), kTensorTile);
-  RouteRequest few_keys = decode(8);
-  few_keys.decode_pages = 256;
-  EXPECT_EQ(route(few_keys), kCudaCore);
-  few_keys.spec.params.num_qo_heads = 64;
-  EXPECT_EQ(route(few_keys), kTensorTile) << "eight heads a group";
-  EXPECT_EQ(route(decode(32)), kCudaCore);
+TEST(CudaRoutes, FewRowsTakeOurOwnKernel) {
+  for (const std::int32_t kv_heads : {1, 8, 32}) EXPECT_EQ(route(decode(kv_heads)), kCudaStream);
   EXPECT_EQ(route(decode(8), RouteChoice::kCore), kCudaCore);
   EXPECT_EQ(route(decode(32), RouteChoice::kTile), kTensorTile);
+  EXPECT_EQ(route(decode(8), RouteChoice::kHopper), kCudaStream) << "nothing that FA3 serves: the table decides";
+
+  const auto window = [](std::int64_t tokens, std::int32_t heads_a_group, auto&& change) {
+    RouteRequest request = prefill(tokens, 4096);
+    request.spec.params.num_qo_heads = 8 * heads_a_group;
+    change(request);
+    return request;
+  };
+  const auto unchanged = [](RouteRequest&) {};
+  EXPECT_EQ(route(window(8, 4, unchanged)), kCudaStream);
+  EXPECT_EQ(route(window(9, 4, unchanged)), kTensorTile) << "36 rows";
+  EXPECT_EQ(route(window(4, 7, unchanged)), kCudaStream);
+  EXPECT_EQ(route(window(5, 7, unchanged)), kTensorTile);
+  EXPECT_EQ(route(window(8, 4, [](auto& r) { r.graph = true; })), kCudaStream);
+  EXPECT_EQ(route(window(8, 4,
+                         [](auto& r) {
+                           r.batch = 2;
+                           r.total_rows = 9;
+                           r.graph = true;
+                         })),
+            kTensorTile)
+      << "windows of several lengths have no grid of their own";
+  EXPECT_EQ(route(window(8, 4, [](auto& r) { r.surplus_queries = true; })), kCudaStream);
+  EXPECT_EQ(route(window(8, 4, [](auto& r) { r.any_qo_len = true; })), kTensorTile);
+  EXPECT_EQ(route(window(8, 4, [](auto& r) { r.spec.custom_mask = true; })), kTensorTile);
+  EXPECT_EQ(route(window(8, 4, [](auto& r) { r.paged = false; })), kTensorTile);
+}
+
+TEST(CudaRoutes, OlderDevicesDecodeByFlashInfersKernels) {
+  DeviceProps ampere = DeviceProps::h200();
+  ampere.compute_capability = 80;
+  const auto on_ampere = [&](const RouteRequest& request) {
+    return choose_family(request, ampere, RouteChoice::kTable);
+  };
+  EXPECT_EQ(on_ampere(decode(8)), kTensorTile);
+  EXPECT_EQ(on_ampere(decode(32)), kCudaCore);
+  RouteRequest few_keys = decode(8);
+  few_keys.decode_pages = 256;
+  EXPECT_EQ(on_ampere(few_keys), kCudaCore);
+  few_keys.spec.params.num_qo_heads = 64;
+  EXPECT_EQ(on_ampere(few_keys), kTensorTile) << "eight heads a group";
 }
 
 TEST(CudaRoutes, LongPrefillTakesHopper) {

@@ -1,10 +1,14 @@
 // Properties that every schedule must have, over random batches, devices and options.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "fiw/error.h"
+#include "plan/chunk.h"
 #include "plan/planner.h"
 #include "support/random.h"
 #include "support/schedule_view.h"
@@ -17,7 +21,7 @@ using test::Planned;
 using test::Rng;
 
 constexpr KernelFamily kFamilies[] = {KernelFamily::kCpuStream, KernelFamily::kCpuTile, KernelFamily::kCudaCore,
-                                      KernelFamily::kTensorTile};
+                                      KernelFamily::kTensorTile, KernelFamily::kCudaStream};
 
 struct Case {
   KernelFamily family = KernelFamily::kCpuStream;
@@ -62,10 +66,12 @@ void fill(Case& c, Rng& random) {
   if (c.family == KernelFamily::kCudaCore) {
     c.work.uniform_qo_len = 1;
   } else if (random.chance(0.5)) {
-    c.work.uniform_qo_len = random.pick({0, 1, 1, 2, 3, 5, 64});
+    c.work.uniform_qo_len = random.pick({0, 1, 1, 2, 3, 5, c.family == KernelFamily::kCudaStream ? 32 : 64});
   } else {
-    const std::int32_t most =
-        c.family == KernelFamily::kCpuStream ? 64 : random.pick({1, 4, 100, batch < 100 ? 1500 : 100});
+    const std::int32_t most = c.family == KernelFamily::kCpuStream ? 64
+                              : c.family == KernelFamily::kCudaStream
+                                  ? kCudaStreamRows
+                                  : random.pick({1, 4, 100, batch < 100 ? 1500 : 100});
     c.qo_indptr.push_back(0);
     for (std::int32_t r = 0; r < batch; ++r) c.qo_indptr.push_back(c.qo_indptr.back() + random.uniform(0, most));
     c.work.uniform_qo_len = 0;
@@ -84,8 +90,8 @@ void fill(Case& c, Rng& random) {
     }
   }
   const bool uniform = c.qo_indptr.empty();
-  c.policy.graph =
-      c.policy.fixed_chunk_tokens == 0 && (uniform || c.family != KernelFamily::kCpuStream) && random.chance(0.3);
+  const bool one_tile = c.family == KernelFamily::kCpuStream || c.family == KernelFamily::kCudaStream;
+  c.policy.graph = c.policy.fixed_chunk_tokens == 0 && (uniform || !one_tile) && random.chance(0.3);
   if (c.policy.graph && random.chance(0.5)) c.policy.max_batch = batch + random.uniform(0, 20);
   c.bind();
 }
@@ -299,11 +305,15 @@ TEST_F(PlanProperty, DecodeBatchesAreBalanced) {
     const std::int64_t workers =
         std::int64_t{c.device.num_workers} * (c.family == KernelFamily::kCudaCore     ? c.device.decode_blocks_per_sm
                                               : c.family == KernelFamily::kTensorTile ? c.device.tile_blocks_per_sm
+                                              : c.family == KernelFamily::kCudaStream ? 2
                                                                                       : 1);
     const double ideal = static_cast<double>(std::accumulate(costs.begin(), costs.end(), std::int64_t{0}) * depth) /
                          static_cast<double>(workers);
     // A chunk has a least size, and is whole pages.
-    const double least = cpu ? 256 : 128;
+    double least = cpu ? 256 : 128;
+    if (c.family == KernelFamily::kCudaStream) {
+      least = std::max(least, std::sqrt(16.0 * c.work.page_size * *std::ranges::max_element(c.pages)));
+    }
     const double allowed = std::max(1.5 * ideal + c.work.page_size, ideal + least);
     ASSERT_LE(static_cast<double>(test::greedy_finish(costs, depth, workers)), allowed) << "ideal " << ideal;
   }
@@ -462,6 +472,41 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     std::sort(jobs.begin(), jobs.end(), std::greater<>());
     const std::int64_t heap = test::greedy_finish(jobs, 1, c.device.num_workers);
     ASSERT_LE(static_cast<double>(finish), 1.02 * static_cast<double>(heap));
+  }
+}
+
+// The search may look at any of the candidates in any order; what it finds must be what trying all of them finds.
+TEST_F(PlanProperty, TheChunkIsTheShortestOfAllCandidates) {
+  for (int round = 0; round < 2000; ++round) {
+    Case c;
+    fill(c, rng_);
+    c.bind();
+    const Tiling tiling(c.family, c.work, choose_tile_rows(c.family, c.device, c.work, c.policy));
+    const Tiling::Totals totals = tiling.totals();
+    const Grid grid(c.family, c.device, c.work);
+    const ChunkRule rule(totals.uncut_items, grid);
+    const std::int32_t least = rule.least_chunk(totals.longest);
+    const auto candidate = [&](std::int32_t n) { return nth_chunk(n, least, totals.longest); };
+    const auto shortest = [&](int limit) {
+      std::int32_t n = 0;
+      while (tiling.items(candidate(n)) > rule.limits[limit]) ++n;
+      return candidate(n);
+    };
+    EXPECT_EQ(choose_chunk(tiling, totals, grid),
+              choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest}, rule))
+        << "round " << round;
+  }
+}
+
+TEST_F(PlanProperty, CandidatesForChunksAscendInSmallSteps) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  EXPECT_EQ(nth_chunk(-100, 7, 1000), 7);
+  EXPECT_EQ(nth_chunk(63, 1, kMost), 63);
+  for (std::int32_t n = 1; nth_chunk(n, 1, kMost) < kMost; ++n) {
+    const std::int64_t chunk = nth_chunk(n, 1, kMost);
+    const std::int64_t next = nth_chunk(n + 1, 1, kMost);
+    EXPECT_GT(next, chunk);
+    EXPECT_LE(next, std::max(chunk + 1, chunk + chunk / 32)) << "after " << chunk;
   }
 }
 

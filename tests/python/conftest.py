@@ -1,13 +1,12 @@
-"""Seeds, and the frameworks that tests run with."""
+"""Seeds, workspaces, and the devices and frameworks that tests run with."""
 
 import random
-from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import fiw
+from frameworks import FRAMEWORKS, has_cuda
 
 
 @pytest.fixture
@@ -24,58 +23,24 @@ def rng(seed):
 
 
 @pytest.fixture
-def ws():
-    with fiw.FlashInferWorkspace.create("cpu", num_threads=2) as workspace:
+def ws(request):
+    """A workspace on the CPU, or on the device of the test's framework."""
+    device = request.getfixturevalue("framework").device if "framework" in request.fixturenames else "cpu"
+    with fiw.FlashInferWorkspace.create(device, num_threads=2) as workspace:
         yield workspace
 
 
-NUMPY_DTYPES = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-}
-
-
-def _numpy():
-    return SimpleNamespace(
-        name="numpy",
-        make=lambda array, dtype="float32": np.asarray(array).astype(NUMPY_DTYPES[dtype]),
-        host=lambda array: np.asarray(array).astype(np.float64),
-        pointer=lambda array: array.ctypes.data,
-        dtype=lambda array: array.dtype.name,
-        kind=np.ndarray,
-        writable=True,
-    )
-
-
-def _torch():
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def device(request):
+    """A torch.device. Tests on CUDA are skipped where there is none."""
     torch = pytest.importorskip("torch", reason="skipped: no torch")
-    return SimpleNamespace(
-        name="torch",
-        make=lambda array, dtype="float32": torch.from_numpy(np.array(array, np.float32)).to(getattr(torch, dtype)),
-        host=lambda tensor: tensor.to(torch.float64).numpy(),
-        pointer=lambda tensor: tensor.data_ptr(),
-        dtype=lambda tensor: str(tensor.dtype).removeprefix("torch."),
-        kind=torch.Tensor,
-        writable=True,
-    )
+    if request.param == "cuda" and not has_cuda():
+        pytest.skip("skipped: no CUDA device")
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
-def _jax():
-    jax = pytest.importorskip("jax", reason="skipped: no jax")
-    return SimpleNamespace(
-        name="jax",
-        make=lambda array, dtype="float32": jax.numpy.asarray(np.asarray(array).astype(NUMPY_DTYPES[dtype])),
-        host=lambda array: np.asarray(array).astype(np.float64),
-        pointer=lambda array: array.unsafe_buffer_pointer(),
-        dtype=lambda array: array.dtype.name,
-        kind=jax.Array,
-        writable=False,
-    )
-
-
-@pytest.fixture(params=[_numpy, _torch, _jax], ids=["numpy", "torch", "jax"])
+@pytest.fixture(params=FRAMEWORKS)
 def framework(request):
-    return request.param()
+    if "cuda" in request.param and not has_cuda():
+        pytest.skip("skipped: no CUDA device")
+    return FRAMEWORKS[request.param]()

@@ -124,7 +124,9 @@ def test_custom_mask(ws, rng, framework, packed):
         q = framework.make(rng.standard_normal((sum(qo_lens), batch.heads, batch.dim)))
         cache, keys, values = build(rng, framework, batch, "float32")
         table = fiw.PageTable.from_pages(batch.page_size, batch.num_pages, batch.pages, batch.kv_lens)
-        mask = fiw.pack_mask(flat, qo_lens, batch.kv_lens) if packed else flat
+        mask = flat
+        if packed:
+            mask = fiw.PackedMask(*map(framework.put, fiw.pack_mask(flat, qo_lens, batch.kv_lens)))
         given = outputs(framework, sum(qo_lens), batch.heads, batch.dim_vo, "float32")
         result = ws.prefill(q, np.cumsum([0, *qo_lens]).tolist(), cache, table, custom_mask=mask, **given)
         check(framework, result, given, attend(framework.host(q), qo_lens, keys, values, masks=masks), "float32")

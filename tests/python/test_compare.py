@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from reference import attend
 
 BENCH = pathlib.Path(__file__).parents[2] / "bench"
@@ -246,7 +247,6 @@ class TestPrograms:
         assert words in done.stderr
 
     def test_plot(self, tmp_path):
-        pytest.importorskip("matplotlib", reason="skipped: no matplotlib")
         records = [
             record(shapes.decode((32, 8), 64, 4096), fiw=260.0, fa3=280.0),
             record(shapes.verify((32, 8), 8, 4, 4096), fiw=60.0, fa3="refused"),
@@ -269,7 +269,6 @@ class TestPrograms:
         ids=["empty", "cut off", "no shape"],
     )
     def test_plot_refuses(self, tmp_path, text, words):
-        pytest.importorskip("matplotlib", reason="skipped: no matplotlib")
         source = tmp_path / "result.json"
         source.write_text(text)
         done = compare(source, tmp_path / "x.png", program="plot.py")
@@ -278,7 +277,6 @@ class TestPrograms:
         assert not (tmp_path / "x.png").exists()
 
     def test_plot_without_the_file(self, tmp_path):
-        pytest.importorskip("matplotlib", reason="skipped: no matplotlib")
         done = compare(tmp_path / "none.json", tmp_path / "x.png", program="plot.py")
         assert done.returncode == 2
         assert "none.json" in done.stderr

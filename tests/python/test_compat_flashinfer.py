@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 
-import fiw
+from frameworks import has_cuda
 from reference import attend as attend_by_rows
 
 torch = pytest.importorskip("torch", reason="skipped: no torch")
 import fiw.compat.flashinfer as flashinfer  # noqa: E402
+from fiw.compat.flashinfer import _graph, _paged, _terms  # noqa: E402
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu":
-        return torch.device("cpu")
-    if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
-        pytest.skip("skipped: no CUDA device")
-    return torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -113,21 +108,43 @@ class Case:
         self.q_dtype = [torch.float16, torch.bfloat16, torch.float32][rng.integers(0, 2 if on_gpu else 3)]
         self.kv_dtype = FP8[rng.integers(0, 2)] if rng.random() < 0.3 else self.q_dtype
         self.batch = int(rng.integers(1, 6))
-        self.kv_lens = rng.integers(0, 60, self.batch)
         self.qo_lens = rng.integers(0, 9, self.batch) if self.prefill else np.ones(self.batch, dtype=np.int64)
-        pages = -(-self.kv_lens // self.page_size)
-        self.num_pages = int(pages.sum()) + 3
+        self.kv_lens = rng.integers(0, 60, self.batch)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Tensors for these lengths, and what they are filled with."""
+        device = self.device
+        self.num_pages = int(self.page_counts.sum()) + 3
+        self.q = torch.empty(int(self.qo_lens.sum()), self.heads, self.dim, dtype=self.q_dtype, device=device)
+        page = (self.page_size, self.kv_heads) if self.layout == "NHD" else (self.kv_heads, self.page_size)
+        self.cache = torch.empty(self.num_pages, 2, *page, self.dim, dtype=self.kv_dtype, device=device)
+        self.fill()
+
+    @property
+    def page_counts(self) -> np.ndarray:
+        return -(-self.kv_lens // self.page_size)
+
+    def deal(self, least: int) -> None:
+        """Other requests, of at least so many tokens, in the same tensors."""
+        self.kv_lens = self.rng.integers(least, 60, self.batch)
+        while self.page_counts.sum() > self.num_pages:
+            self.kv_lens = np.maximum(self.kv_lens // 2, least)
+        self.fill()
+
+    def fill(self) -> None:
+        pages = self.page_counts
         self.indptr = self.tensor(np.concatenate([[0], pages.cumsum()]))
-        self.indices = self.tensor(rng.permutation(self.num_pages)[: pages.sum()])
+        self.indices = self.tensor(self.rng.permutation(self.num_pages)[: pages.sum()])
         self.last_page_len = self.tensor((self.kv_lens - 1) % self.page_size + 1)
         self.qo_indptr = self.tensor(np.concatenate([[0], self.qo_lens.cumsum()]))
-        self.q = torch.randn(int(self.qo_lens.sum()), self.heads, self.dim, device=device).to(self.q_dtype)
-        page = (self.page_size, self.kv_heads) if self.layout == "NHD" else (self.kv_heads, self.page_size)
-        self.cache = torch.full((self.num_pages, 2, *page, self.dim), math.nan, device=device).to(self.kv_dtype)
+        self.q.copy_(torch.randn(self.q.shape))
+        self.cache.copy_(torch.full(self.cache.shape, math.nan))
         self.k, self.v = [], []
         for r in range(self.batch):
             for side, rows in ((0, self.k), (1, self.v)):
-                tokens = torch.randn(int(self.kv_lens[r]), self.kv_heads, self.dim, device=device).to(self.kv_dtype)
+                tokens = torch.randn(int(self.kv_lens[r]), self.kv_heads, self.dim, device=self.device)
+                tokens = tokens.to(self.kv_dtype)
                 rows.append(tokens.to(torch.float32))
                 for t in range(len(tokens)):
                     page_id = int(self.indices[int(self.indptr[r]) + t // self.page_size])
@@ -609,12 +626,291 @@ def test_cuda_graph_buffers(one_rng: np.random.Generator, device: torch.device) 
         )
 
 
-def test_capture_is_refused(one_rng: np.random.Generator) -> None:
-    if not (torch.cuda.is_available() and fiw.compiled_with("cuda")):
+def recorded(device: torch.device, run: Callable[[], object]) -> Callable[[], object]:
+    """What repeats `run`: a CUDA graph of it, captured as FlashInfer's users do; on the CPU, the call itself."""
+    if device.type == "cpu":
+        run()
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def graph_buffers(case: Case, masks: bool = False) -> list[torch.Tensor]:
+    """Of the prefill wrapper: query starts, page starts, pages, last pages; mask bits and where they begin."""
+    lengths = (case.batch + 1, case.batch + 1, case.num_pages, case.batch)
+    buffers = [torch.full((n,), -1, dtype=torch.int32, device=case.device) for n in lengths]
+    if masks:
+        buffers.append(torch.full((10000,), 255, dtype=torch.uint8, device=case.device))
+        buffers.append(torch.full((case.batch + 1,), -1, dtype=torch.int32, device=case.device))
+    return buffers
+
+
+def check_replays(
+    case: Case, options: Options, least: int, plan: Callable[[], list[torch.Tensor] | None], wrapper: object
+) -> None:
+    """Steps of other requests, each planned and replayed; `plan` returns the masks."""
+    cache = case.paged_kv_cache()
+    out = case.poisoned_out()
+    lse = torch.full(out.shape[:2], math.nan, device=case.device)
+    with_lse = not options.alibi
+
+    def run() -> None:
+        wrapper.run(
+            case.q, cache, out=out, lse=lse if with_lse else None, return_lse=with_lse, sinks=options.sinks, k_scale=0.5
+        )
+
+    def check_step() -> None:
+        expected = case.expected(options, masks, k_scale=0.5)
+        check(out, expected[0], 2 * case.tolerance)
+        if with_lse:
+            check(lse, expected[1], 1e-4)
+
+    masks = plan()
+    replay = recorded(case.device, run)
+    for _ in range(4):
+        case.deal(least)
+        masks = plan()
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        replay()
+        check_step()
+        out.fill_(math.nan)
+        run()  # and outside of a graph
+        check_step()
+
+
+@pytest.mark.parametrize("window", [1, 3], ids=["decode", "q_len_per_req"])
+def test_decode_from_cuda_graphs(rng: np.random.Generator, device: torch.device, window: int) -> None:
+    case = Case(rng, device, prefill=False)
+    least = window if window > 1 else 0
+    case.qo_lens, case.kv_lens = np.full(case.batch, window), np.maximum(case.kv_lens, least)
+    case.allocate()
+    options = case.options()
+    _, indptr, indices, last_page_len = graph_buffers(case)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace_buffer(device), indptr, indices, last_page_len, case.layout
+    )
+
+    def plan() -> None:
+        plan_decode(wrapper, case, **case.plan_options(options), q_len_per_req=window)
+        assert torch.equal(indptr, case.indptr) and torch.equal(last_page_len, case.last_page_len)
+        assert torch.equal(indices[: len(case.indices)], case.indices)
+
+    check_replays(case, options, least, plan, wrapper)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_prefill_from_cuda_graphs(rng: np.random.Generator, device: torch.device, masked: bool) -> None:
+    case = Case(rng, device, prefill=False)
+    case.qo_lens = np.full(case.batch, int(rng.integers(1, 17)))
+    case.allocate()
+    options = case.options()
+    options.causal = bool(rng.random() < 0.5)
+    buffers = graph_buffers(case, masked)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer(device), case.layout, True, *buffers)
+
+    def plan() -> list[torch.Tensor] | None:
+        masks = None
+        if masked:
+            masks = [torch.rand(n, m, device=device) < 0.7 for n, m in zip(case.qo_lens, case.kv_lens, strict=True)]
+        wrapper.plan(
+            case.qo_indptr,
+            case.indptr,
+            case.indices,
+            case.last_page_len,
+            case.heads,
+            case.kv_heads,
+            case.dim,
+            case.page_size,
+            causal=options.causal,
+            custom_mask=None if masks is None else torch.cat([mask.reshape(-1) for mask in masks]),
+            **case.plan_options(options),
+        )
+        return masks
+
+    check_replays(case, options, 0, plan, wrapper)
+
+
+def test_an_engine_that_plans_in_the_wrappers_buffers(one_rng: np.random.Generator, device: torch.device) -> None:
+    """As SGLang does: page numbers come from a kernel, page starts from the host as well."""
+    case = Case(one_rng, device, prefill=False)
+    options = Options(causal=True)
+    _, indptr, indices, last_page_len = graph_buffers(case)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace_buffer(device), indptr, indices, last_page_len, case.layout
+    )
+
+    def plan() -> None:
+        wrapper._paged_kv_indices_buf[: len(case.indices)] = case.indices
+        wrapper.begin_forward(
+            case.indptr,
+            wrapper._paged_kv_indices_buf,
+            case.last_page_len,
+            case.heads,
+            case.kv_heads,
+            case.dim,
+            case.page_size,
+            q_data_type=case.q_dtype,
+            data_type=case.kv_dtype,
+            **override,
+        )
+
+    override = {}
+    plan()
+    wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)
+    override = {"global_override_indptr_cpu": case.indptr.cpu()}
+
+    def plan_fast() -> None:
+        override["global_override_indptr_cpu"] = case.indptr.cpu()
+        plan()
+        assert torch.equal(indptr, case.indptr) and torch.equal(last_page_len, case.last_page_len)
+
+    check_replays(case, options, 0, plan_fast, wrapper)
+
+
+def test_what_engines_read(one_rng: np.random.Generator) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=True)
+    buffer = workspace_buffer(case.device)
+    buffers = dict(
+        zip(("qo_indptr", "indptr", "indices", "last", "mask", "mask_indptr"), graph_buffers(case, True), strict=True)
+    )
+    pages = {
+        "_paged_kv_indptr_buf": buffers["indptr"],
+        "_paged_kv_indices_buf": buffers["indices"],
+        "_paged_kv_last_page_len_buf": buffers["last"],
+    }
+    masks = {"_custom_mask_buf": buffers["mask"], "_mask_indptr_buf": buffers["mask_indptr"]}
+    queries = {"_qo_indptr_buf": buffers["qo_indptr"]}
+    options = {"window_left": 5, "logits_soft_cap": None, "sm_scale": 0.25}
+    arrays = (case.qo_indptr, case.indptr, case.indices, case.last_page_len)
+    sizes = (case.heads, case.kv_heads, case.dim)
+    for wrapper_class, given, plan_arguments in (
+        (flashinfer.BatchDecodeWithPagedKVCacheWrapper, pages, (*arrays[1:], *sizes, case.page_size)),
+        (flashinfer.BatchPrefillWithPagedKVCacheWrapper, queries | pages | masks, (*arrays, *sizes, case.page_size)),
+        (
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+            queries | {"_kv_indptr_buf": buffers["indptr"]} | masks,
+            (case.qo_indptr, case.qo_indptr, *sizes),
+        ),
+    ):
+        plain = wrapper_class(buffer)
+        assert plain._float_workspace_buffer is buffer
+        with pytest.raises(RuntimeError, match="plan"):
+            _ = plain._sm_scale
+        for name in given:
+            assert getattr(plain, name) is None
+        causal = {} if "Decode" in wrapper_class.__name__ else {"causal": True}
+        plain.plan(*plan_arguments, q_data_type=case.q_dtype, **options, **causal)
+        read = (plain._causal, plain._window_left, plain._logits_soft_cap, plain._sm_scale)
+        assert read == (True, 5, 0.0, 0.25)
+        of_graphs = wrapper_class(buffer, "NHD", True, **keywords_of(wrapper_class, given))
+        for name, tensor in given.items():
+            assert getattr(of_graphs, name) is tensor
+            with pytest.raises(AttributeError):
+                setattr(of_graphs, name, tensor)
+
+
+def keywords_of(wrapper_class: type, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Buffers by the names of the constructor's parameters."""
+    parameters = inspect.signature(wrapper_class.__init__).parameters
+    return {
+        next(parameter for parameter in parameters if parameter in (name[1:], f"{name[1:]}fer")): tensor
+        for name, tensor in given.items()
+    }
+
+
+def pretend_capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    """On the CPU, where a captured run() computes at once: for the rules of captures."""
+    for module in (_graph, _paged, _terms):
+        monkeypatch.setattr(module, "is_capturing", lambda device: capturing)
+
+
+def test_rules_of_captures(one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=True)
+    case.qo_lens, case.kv_lens = np.array([2, 2]), np.array([1 + case.page_size, 1])
+    case.batch = 2
+    case.allocate()
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace_buffer(case.device), case.layout, True, *graph_buffers(case)
+    )
+
+    def plan(**options: object) -> None:
+        arrays = (case.qo_indptr, case.indptr, case.indices, case.last_page_len)
+        dtypes = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
+        wrapper.plan(*arrays, case.heads, case.kv_heads, case.dim, case.page_size, **dtypes, **options)
+
+    def check_run(**options: object) -> None:
+        check(wrapper.run(case.q, case.cache, **options), case.expected(Options())[0], case.tolerance)
+
+    plan(pos_encoding_mode="ALIBI")
+    wrapper.run(case.q, case.cache)
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(NotImplementedError, match="ALiBi and return_lse"):
+        wrapper.run(case.q, case.cache, return_lse=True)
+    plan()
+    with pytest.raises(RuntimeError, match="before it has run"):
+        wrapper.run(case.q, case.cache)
+    pretend_capture(monkeypatch, False)
+    check_run()
+    with pytest.raises(ValueError, match="rows"):
+        wrapper.run(torch.cat([case.q, case.q]), case.cache)
+    pretend_capture(monkeypatch, True)
+    check_run()
+    with pytest.raises(RuntimeError, match="before it has run"):
+        wrapper.run(case.q, case.cache, window_left=3)
+    with pytest.raises(RuntimeError, match="before it has run"):
+        wrapper.run(case.q, torch.cat([case.cache, case.cache]))
+
+    pretend_capture(monkeypatch, False)
+    sound = case.indices
+    case.indices = sound.clone()
+    case.indices[0] = case.num_pages
+    with pytest.raises(ValueError, match=f"page {case.num_pages}"):
+        plan()
+    case.indices, case.qo_indptr = sound, case.tensor(np.array([0, 1, 4]))
+    with pytest.raises(NotImplementedError, match=r"several numbers of query tokens.* after the capture of a run"):
+        plan()
+    case.qo_indptr = case.tensor(np.array([0, 2, 4]))
+    check_run()  # the plan before the errors is in force
+    case.deal(0)
+    plan()
+    pretend_capture(monkeypatch, True)
+    check_run()
+
+
+@pytest.mark.parametrize("lens", [[1, 3], [17, 17]], ids=["several", "long"])
+def test_query_lengths_that_no_graph_takes(
+    one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lens: list[int]
+) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=True)
+    case.batch, case.qo_lens, case.kv_lens = 2, np.array(lens), np.array([20, 5])
+    case.allocate()
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace_buffer(case.device), case.layout, True, *graph_buffers(case)
+    )
+    arrays = (case.qo_indptr, case.indptr, case.indices, case.last_page_len)
+    dtypes = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
+    wrapper.plan(*arrays, case.heads, case.kv_heads, case.dim, case.page_size, **dtypes)
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(NotImplementedError, match=r"query tokens.* while a CUDA graph is being captured"):
+        wrapper.run(case.q, case.cache)
+    pretend_capture(monkeypatch, False)
+    check(wrapper.run(case.q, case.cache), case.expected(Options())[0], case.tolerance)
+
+
+def test_capture_needs_use_cuda_graph(one_rng: np.random.Generator) -> None:
+    if not has_cuda():
         pytest.skip("skipped: no CUDA device")
     case = Case(one_rng, torch.device("cuda", 0), prefill=False)
     wrapper = planned_decode(case, workspace_buffer(case.device))
-    with pytest.raises(NotImplementedError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(NotImplementedError, match="use_cuda_graph=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         wrapper.run(case.q, case.cache)
     check(wrapper.run(case.q, case.cache), case.expected(Options())[0], case.tolerance)
 

@@ -45,6 +45,33 @@ def test_torch_tensors_are_indices():
     assert fiw.PageTable(4, 5, *arrays) == fiw.PageTable(4, 5, [0, 2], (3, 1), np.array([2], np.int32))
 
 
+def test_tables_on_the_device(ws, rng, framework):
+    for _ in range(20):
+        batch = random_batch(rng)
+        indptr, indices, last = csr(batch)
+        longer = np.concatenate([indices, np.full(int(rng.integers(0, 4)), -1, np.int32)])
+        arrays = tuple(framework.put(array) for array in (indptr, longer, last))
+        table = ws.read_table(arrays, batch.page_size, batch.num_pages)
+        assert table == fiw.PageTable(batch.page_size, batch.num_pages, indptr, indices, last)
+        before = ws.stats()
+        version = int(rng.integers(1, 2**40))
+        assert ws.read_table(arrays, batch.page_size, batch.num_pages, version=version) == table
+        assert ws.read_table(fiw.DevicePageTable(*arrays), batch.page_size, batch.num_pages, version=version) == table
+        assert ws.stats().tables_known == before.tables_known + 1
+    late = indptr.copy()
+    late[0] = 1
+    for bad, message in (
+        ((framework.put(indptr), framework.put(indices), framework.put(last[1:])), "last_page_len"),
+        ((framework.put(indptr.astype(np.int64)), framework.put(indices), framework.put(last)), "table.indptr"),
+        ((framework.put(late), framework.put(indices), framework.put(last)), r"indptr\[0\]"),
+    ):
+        if message == "table.indptr" and framework.kind.__module__.startswith("jax"):
+            continue  # which has no int64
+        with pytest.raises(fiw.InvalidArgumentError, match=message):
+            ws.read_table(bad, batch.page_size, batch.num_pages)
+    assert ws.read_table(arrays, batch.page_size, batch.num_pages) == table
+
+
 def test_advance_matches_a_table_built_anew(rng):
     for _ in range(20):
         batch = random_batch(rng)

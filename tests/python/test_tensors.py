@@ -9,6 +9,7 @@ import pytest
 
 import fiw
 from fiw import _fiw, _tensors
+from frameworks import FRAMEWORKS, has_cuda
 from reference import assert_close, attend
 
 
@@ -25,7 +26,7 @@ def test_a_view_has_the_tensor_s_own_address(framework, dtype):
     tensor = framework.make(np.ones((3, 2, 8)), dtype)
     view = _tensors.view("x", tensor)
     assert view.data == framework.pointer(tensor)
-    assert (view.shape, view.dtype, view.device_index) == ((3, 2, 8), dtype, -1)
+    assert (view.shape, view.dtype, view.device_index) == ((3, 2, 8), dtype, 0 if framework.device == "cuda" else -1)
 
 
 def test_writes_reach_memory_that_the_caller_looks_at_through_another_view(ws, rng, framework):
@@ -155,6 +156,30 @@ def test_cuda_producers_are_told_the_stream(stream, asked):
     producer = Producer(np.zeros(4, np.float32))
     _fiw.Tensor("x", producer, stream=stream)
     assert producer.asked == [{"max_version": (1, 0)}]
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_calls_on_cuda_run_on_the_frameworks_current_stream(rng, name):
+    if not has_cuda():
+        pytest.skip("skipped: no CUDA device")
+    made = FRAMEWORKS[f"{name}-cuda"]()
+    torch = pytest.importorskip("torch")
+    module = pytest.importorskip(name)
+    q, k, v, table, expected = small(rng)
+    late, cache = made.make(np.full_like(q, np.nan)), fiw.KvCache(made.make(k), made.make(v))
+    source = made.make(q)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with fiw.FlashInferWorkspace.create("cuda") as ws:
+        ws.decode(source, cache, table)
+        current = torch.cuda.stream(side) if name == "torch" else module.cuda.ExternalStream(side.cuda_stream)
+        with current:
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000_000)  # about 0.1 s, behind which q is filled
+            late[...] = source
+            out = ws.decode(late, cache, table)
+            found = made.host(out)
+    assert_close(found, expected, 1e-5)
 
 
 def test_a_capsule_is_used_once():

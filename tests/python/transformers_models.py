@@ -95,12 +95,12 @@ def generate(model: PreTrainedModel, attention: str, prompts: Prompts, tokens: i
     """`tokens` new tokens, chosen greedily unless `options` say otherwise: [batch, tokens]."""
     model.set_attn_implementation(attention)
     sequences = model.generate(
-        prompts.input_ids,
-        attention_mask=prompts.attention_mask,
+        prompts.input_ids.to(model.device),
+        attention_mask=prompts.attention_mask.to(model.device),
         max_new_tokens=tokens,
         do_sample=False,
         eos_token_id=None,
-        pad_token_id=0,
+        pad_token_id=VOCABULARY,  # none that a model chooses: in a text to be drafted on, it would mean padding
         **options,
     )
     return sequences[:, prompts.input_ids.shape[1] :]
@@ -110,8 +110,8 @@ def generate(model: PreTrainedModel, attention: str, prompts: Prompts, tokens: i
 def smallest_choice(model: PreTrainedModel, attention: str, prompts: Prompts, generated: torch.Tensor) -> float:
     """By how much the closest of the greedy choices that led to `generated` was made, in logits."""
     model.set_attn_implementation(attention)
-    ids = torch.cat([prompts.input_ids, generated], 1)
-    mask = torch.cat([prompts.attention_mask, torch.ones_like(generated)], 1)
+    ids = torch.cat([prompts.input_ids.to(model.device), generated], 1)
+    mask = torch.cat([prompts.attention_mask.to(model.device), torch.ones_like(generated)], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     best = logits[:, -1 - generated.shape[1] : -1].topk(2, dim=-1).values

@@ -55,8 +55,8 @@ Error error_of(Call&& call) {
 }
 
 TEST(Plan, BatchZeroHasNoItems) {
-  for (const KernelFamily family :
-       {KernelFamily::kCpuStream, KernelFamily::kCpuTile, KernelFamily::kCudaCore, KernelFamily::kTensorTile}) {
+  for (const KernelFamily family : {KernelFamily::kCpuStream, KernelFamily::kCpuTile, KernelFamily::kCudaCore,
+                                    KernelFamily::kTensorTile, KernelFamily::kCudaStream}) {
     for (const std::int32_t fixed : {0, 2048}) {
       const Planned plan(family, DeviceProps::h200(), heads(8, 2), {.fixed_chunk_tokens = fixed});
       EXPECT_EQ(plan.shape.items, 0);
@@ -70,7 +70,8 @@ TEST(Plan, RequestWithoutPagesIsOneItem) {
   const std::vector<std::int32_t> pages = {0, 7, 0};
   WorkLoad work = heads(8, 2);
   work.kv_pages = pages;
-  for (const KernelFamily family : {KernelFamily::kCpuStream, KernelFamily::kCudaCore, KernelFamily::kTensorTile}) {
+  for (const KernelFamily family :
+       {KernelFamily::kCpuStream, KernelFamily::kCudaCore, KernelFamily::kTensorTile, KernelFamily::kCudaStream}) {
     const Planned plan(family, DeviceProps::h200(), work, {});
     EXPECT_EQ(to_vector(plan.requests()), (std::vector<int>{0, 1, 2}));
     EXPECT_EQ(to_vector(plan.o_indptr()), (std::vector<int>{0, 1, 2, 3}));
@@ -86,7 +87,8 @@ TEST(Plan, RequestWithoutQueriesHasNoItem) {
   WorkLoad work = heads(8, 8);
   work.kv_pages = pages;
   work.qo_indptr = qo_indptr;
-  for (const KernelFamily family : {KernelFamily::kCpuStream, KernelFamily::kCpuTile, KernelFamily::kTensorTile}) {
+  for (const KernelFamily family :
+       {KernelFamily::kCpuStream, KernelFamily::kCpuTile, KernelFamily::kTensorTile, KernelFamily::kCudaStream}) {
     const Planned plan(family, DeviceProps::h200(), work, {});
     EXPECT_EQ(to_vector(plan.requests()), (std::vector<int>{1, 2}));
     EXPECT_EQ(to_vector(plan.o_indptr()), (std::vector<int>{0, 0, 5, 9})) << "rows start where the queries do";
@@ -128,7 +130,8 @@ TEST(Plan, EvenBatchesStayWhole) {
   WorkLoad work = heads(32, 8);
   const std::vector<std::int32_t> pages(64, 256);
   work.kv_pages = pages;
-  for (const KernelFamily family : {KernelFamily::kCpuStream, KernelFamily::kCudaCore, KernelFamily::kTensorTile}) {
+  for (const KernelFamily family :
+       {KernelFamily::kCpuStream, KernelFamily::kCudaCore, KernelFamily::kTensorTile, KernelFamily::kCudaStream}) {
     const DeviceProps device = family == KernelFamily::kCpuStream ? DeviceProps::cpu(2) : DeviceProps::h200();
     const Planned plan(family, device, work, {});
     EXPECT_EQ(plan.shape.items, 64);
@@ -136,6 +139,19 @@ TEST(Plan, EvenBatchesStayWhole) {
     EXPECT_EQ(plan.shape.kv_chunk_tokens, 4096);
     EXPECT_EQ(partial_bytes(plan.shape, 32, 128), 0U);
   }
+}
+
+TEST(Plan, ChunksOfTheStreamKernelGrowWithTheRequest) {
+  const auto chunk_of = [](std::int32_t tokens, std::int32_t qo_heads, std::int32_t kv_heads) {
+    const std::vector<std::int32_t> pages = {tokens / 16};
+    WorkLoad work = heads(qo_heads, kv_heads);
+    work.kv_pages = pages;
+    return shape_schedule(KernelFamily::kCudaStream, DeviceProps::h200(), work, {}).kv_chunk_tokens;
+  };
+  EXPECT_EQ(chunk_of(512, 32, 8), 128);
+  EXPECT_EQ(chunk_of(4096, 32, 8), 256) << "more would take longer to merge than they spare";
+  EXPECT_EQ(chunk_of(32768, 32, 8), 1008) << "two blocks for each multiprocessor";
+  EXPECT_EQ(chunk_of(32768, 8, 1), 720);
 }
 
 TEST(Plan, GraphScratchHasNoGroupSizeFactor) {

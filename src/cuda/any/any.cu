@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "cuda/any/any.h"
+#include "cuda/launch.cuh"
 
 namespace fiw::cuda {
 namespace {
@@ -52,8 +53,7 @@ struct Span {
     const std::int64_t chunk_size = *call.kv_chunk_size;
     begin = call.split_kv ? min(chunk * chunk_size + start, kv_len) : min(start, kv_len);
     end = call.split_kv ? min((chunk + 1) * chunk_size + start, kv_len) : kv_len;
-    const std::int64_t reach = min(max(kv_len, std::int64_t{1}), window + args.tile_rows);
-    chunks = call.split_kv ? (reach + chunk_size - 1) / chunk_size : 1;
+    chunks = call.split_kv && qo_len > 0 ? (call.o_indptr[request + 1] - call.o_indptr[request]) / qo_len : 1;
   }
 };
 
@@ -178,8 +178,7 @@ __global__ void __launch_bounds__(kWarps * 32) any_kernel(const __grid_constant_
 template <class Q, class Kv>
 cudaError_t launch(const AnyArgs& args, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(args.call.items), 1, static_cast<unsigned>(args.call.kv.num_kv_heads));
-  any_kernel<Q, Kv><<<grid, kWarps * 32, 0, stream>>>(args);
-  return cudaGetLastError();
+  return launch_kernel(&any_kernel<Q, Kv>, grid, kWarps * 32, stream, args);
 }
 
 template <class Q>

@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "cuda/append/append.h"
+#include "cuda/launch.cuh"
 
 namespace fiw::cuda {
 namespace {
@@ -84,10 +85,10 @@ Side side_of(const ConstTensor& from, void* to, const KvCache::Strides& stride, 
 template <class From, class To>
 cudaError_t launch(const ConstTensor& k, const ConstTensor& v, const KvCache& kv, const AppendTable& table,
                    cudaStream_t stream) {
-  append_kernel<From, To><<<dim3(static_cast<unsigned>(k.rows), 2), kThreads, 0, stream>>>(
-      side_of(k, kv.k, kv.k_stride, kv.k_scale, kv.k_head_scale),
-      side_of(v, kv.v, kv.v_stride, kv.v_scale, kv.v_head_scale), table, kv.num_kv_heads, kv.page_size);
-  return cudaGetLastError();
+  return launch_kernel(&append_kernel<From, To>, dim3(static_cast<unsigned>(k.rows), 2), kThreads, stream,
+                       side_of(k, kv.k, kv.k_stride, kv.k_scale, kv.k_head_scale),
+                       side_of(v, kv.v, kv.v_stride, kv.v_scale, kv.v_head_scale), table, kv.num_kv_heads,
+                       kv.page_size);
 }
 
 template <class From>

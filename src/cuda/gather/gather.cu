@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/gather/gather.h"
+#include "cuda/launch.cuh"
 
 namespace fiw::cuda {
 namespace {
@@ -76,8 +77,8 @@ cudaError_t launch(const KvCache& kv, const GatherTable& table, std::int64_t tot
            whole(side.head);
   };
   const auto kernel = aligned(k_side) && aligned(v_side) ? &gather_kernel<From, To, 8> : &gather_kernel<From, To, 1>;
-  kernel<<<grid, kWarps * 32, 0, stream>>>(k_side, v_side, table, total_kv, kv.num_kv_heads, kv.page_size);
-  return cudaGetLastError();
+  return launch_kernel(kernel, grid, kWarps * 32, stream, k_side, v_side, table, total_kv, kv.num_kv_heads,
+                       kv.page_size);
 }
 
 template <class To>

@@ -33,12 +33,13 @@ struct PartialRows {
 };
 
 /// Loads the kernels that finish split calls on the current device, so that none of these loads at its first launch,
-/// when it would wait for whatever the device is doing.
-cudaError_t load_merge_kernels();
-/// Enqueues; `lse` may be null.
-cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, cudaStream_t stream);
+/// when it would wait for whatever the device is doing. `ahead`: whether this build's kernels can be launched ahead
+/// there.
+cudaError_t load_merge_kernels(bool& ahead);
+/// Enqueues; `lse` may be null. `ahead`: see launch.cuh.
+cudaError_t merge_partials(const PartialRows& partials, const Tensor& out, float* lse, bool ahead, cudaStream_t stream);
 /// `device_parts` is a copy of `parts` on the device where there are more than kInlineParts, else unused.
 cudaError_t merge_states(std::span<const MergePart> parts, const MergePart* device_parts, const Tensor& out, float* lse,
-                         cudaStream_t stream);
+                         bool ahead, cudaStream_t stream);
 
 }  // namespace fiw::cuda

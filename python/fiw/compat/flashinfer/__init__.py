@@ -18,6 +18,7 @@ from fiw.compat.flashinfer.cascade import (
 from fiw.compat.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
     single_decode_with_kv_cache,
 )
 from fiw.compat.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
@@ -40,6 +41,7 @@ __all__ = [
     "append_paged_kv_cache",
     "cascade",
     "decode",
+    "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import fiw
+from fiw.compat.flashinfer._graph import MAX_WINDOW, GraphRuns, PlanShape
 from fiw.compat.flashinfer._terms import (
     BASE_2,
     LseForm,
@@ -18,7 +19,9 @@ from fiw.compat.flashinfer._terms import (
     alibi_shift,
     alibi_slopes,
     check_not_capturing,
+    current_stream,
     host_int32,
+    is_capturing,
     scalar,
     unpack_paged_kv_cache,
 )
@@ -62,57 +65,60 @@ class PagedPlan:
 
     def __init__(
         self,
-        workspace: fiw.FlashInferWorkspace,
+        shape: PlanShape,
         table: fiw.PageTable,
         qo_indptr: np.ndarray,
-        heads: tuple[int, int],
-        head_dims: tuple[int, int],
-        dtypes: tuple[torch.dtype, torch.dtype],
         variant: Variant,
+        device: torch.device,
         *,
-        window: int = 0,
+        verify: bool = False,
         mask: fiw.PackedMask | None = None,
+        graph_runs: GraphRuns | None = None,
+        graph_mask: fiw.PackedMask | None = None,
     ) -> None:
-        """`window`: the query tokens of every request, where plan() was told that they are as many; else 0."""
+        """`verify`: the queries are a window of drafts. `graph_runs`, `graph_mask`: of a wrapper with
+        use_cuda_graph=True, the latter its buffers, which will hold `mask`.
+        """
         self.variant = variant
-        self._workspace = workspace
+        self._shape = shape
         self._table = table
         self._qo_indptr = qo_indptr
-        self._heads = heads
-        self._head_dims = head_dims
-        self._dtypes = dtypes
-        all_ones = mask is None and bool(np.all(np.diff(qo_indptr) == 1))
-        self._window = 1 if all_ones else window
+        self._verify = verify
         self._mask = mask
-        self._steps: dict[tuple[Variant, bool], fiw.AttentionStep] = {}
+        self._graph_runs = graph_runs
+        self._graph_mask = graph_mask
+        self._steps: dict[fiw.StepSpec, fiw.AttentionStep] = {}
         self._alibi_shift: torch.Tensor | None = None
-        self.step(variant, sinks=False)
+        if graph_runs is None or not graph_runs.prepare(shape, table, device):
+            self._step(self._spec(variant, sinks=False))
 
-    def step(self, variant: Variant, sinks: bool) -> fiw.AttentionStep:
-        key = (variant, sinks)
-        if key not in self._steps:
-            spec = fiw.StepSpec(
-                num_qo_heads=self._heads[0],
-                num_kv_heads=self._heads[1],
-                head_dim_qk=self._head_dims[0],
-                head_dim_vo=self._head_dims[1],
-                q_dtype=self._dtypes[0],
-                kv_dtype=self._dtypes[1],
-                lse=True,
-                sinks=sinks,
-                alibi=variant.alibi,
-                custom_mask=self._mask is not None,
-                **variant.options(),
-            )
-            self._steps[key] = self._plan(spec)
-        return self._steps[key]
+    def _spec(self, variant: Variant, sinks: bool) -> fiw.StepSpec:
+        return fiw.StepSpec(
+            num_qo_heads=self._shape.heads[0],
+            num_kv_heads=self._shape.heads[1],
+            head_dim_qk=self._shape.head_dims[0],
+            head_dim_vo=self._shape.head_dims[1],
+            q_dtype=self._shape.dtypes[0],
+            kv_dtype=self._shape.dtypes[1],
+            lse=True,
+            sinks=sinks,
+            alibi=variant.alibi,
+            custom_mask=self._shape.masked,
+            **variant.options(),
+        )
+
+    def _step(self, spec: fiw.StepSpec) -> fiw.AttentionStep:
+        if spec not in self._steps:
+            self._steps[spec] = self._plan(spec)
+        return self._steps[spec]
 
     def _plan(self, spec: fiw.StepSpec) -> fiw.AttentionStep:
-        if self._window == 1:
-            return self._workspace.plan_decode(self._table, spec)
-        if 1 < self._window <= _MAX_VERIFY_WINDOW:
-            return self._workspace.plan_verify(self._window, self._table, spec)
-        return self._workspace.plan_prefill(self._qo_indptr, self._table, spec)
+        workspace, window = self._shape.workspace, self._shape.window
+        if window == 1 and not self._shape.masked:
+            return workspace.plan_decode(self._table, spec)
+        if self._verify and window <= _MAX_VERIFY_WINDOW:
+            return workspace.plan_verify(window, self._table, spec)
+        return workspace.plan_prefill(self._qo_indptr, self._table, spec)
 
     def run(
         self,
@@ -130,7 +136,6 @@ class PagedPlan:
         return_lse: bool = False,
         lse_form: LseForm = BASE_2,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        check_not_capturing(q.device)
         variant = self.variant
         if window_left is not None:
             variant = replace(variant, window_left=max(-1, window_left))
@@ -144,24 +149,60 @@ class PagedPlan:
             v_scale=scalar("v_scale", v_scale),
         )
         sinks = variant.check_sinks(sinks)
-        step = self.step(variant, sinks is not None)
+        spec = self._spec(variant, sinks is not None)
+        session = self._session(q, spec, cache.num_pages, return_lse)
         if out is None:
-            out = torch.empty(*q.shape[:-1], self._head_dims[1], dtype=q.dtype, device=q.device)
+            out = torch.empty(*q.shape[:-1], self._shape.head_dims[1], dtype=q.dtype, device=q.device)
         natural = lse_form.buffer(q, lse) if return_lse else None
-        step.run(
-            q.detach(),
-            cache,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes(self._heads[0], q.device) if variant.alibi else None,
-            custom_mask=self._mask,
-            out=out,
-            lse=natural,
-        )
+        slopes = alibi_slopes(self._shape.heads[0], q.device) if variant.alibi else None
+        if session is None:
+            self._step(spec).run(
+                q.detach(), cache, sinks=sinks, alibi_slopes=slopes, custom_mask=self._mask, out=out, lse=natural
+            )
+        else:
+            session.begin(self._table.batch, current_stream(q.device))
+            session.run(
+                q.detach(),
+                cache,
+                out,
+                # A session's kernels must be given one where a window has no causal limit.
+                lse=lse_form.buffer(q, None) if natural is None and variant.window_left >= 0 else natural,
+                sinks=sinks,
+                alibi_slopes=slopes,
+                custom_mask=self._graph_mask,
+            )
         if natural is None:
             return out
         return out, lse_form.finish(natural, lse, self._shift(q.device) if variant.alibi else None)
+
+    def _session(
+        self, q: torch.Tensor, spec: fiw.StepSpec, num_pages: int, return_lse: bool
+    ) -> fiw.GraphSession | None:
+        """What serves a captured run(), or any of a wrapper with use_cuda_graph=True on the CPU; None: a step does."""
+        if self._graph_runs is None:
+            check_not_capturing(q.device, "run() without use_cuda_graph=True")
+            return None
+        if spec.alibi and return_lse:  # whose LSE is moved by lengths of now
+            check_not_capturing(q.device, "run() with ALiBi and return_lse=True")
+            return None
+        session = self._graph_runs.session(self._shape, spec, num_pages, self._table, q.device)
+        if session is None:
+            check_not_capturing(q.device, f"run() for {self._shape}, only 1 to {MAX_WINDOW},")
+            return None
+        if q.device.type == "cuda" and not is_capturing(q.device):
+            return None
+        rows = int(self._qo_indptr[-1])
+        if q.ndim != 3 or q.shape[0] != rows:  # a session serves the first rows of longer tensors
+            raise ValueError(f"q is [{', '.join(map(str, q.shape))}], expected {rows} rows, as planned")
+        return session
 
     def _shift(self, device: torch.device) -> torch.Tensor:
         if self._alibi_shift is None:
             self._alibi_shift = alibi_shift(np.diff(self._qo_indptr), self._table.kv_lens, device)
         return self._alibi_shift
+
+
+def uniform_window(qo_indptr: np.ndarray) -> int:
+    """The query tokens of every request, where they are as many; else 0. Of no requests: 1."""
+    lens = set(np.diff(qo_indptr).tolist()) or {1}
+    return lens.pop() if len(lens) == 1 else 0

@@ -97,9 +97,17 @@ def split_tokens(fixed_split_size: int | None, disable_split_kv: bool, page_size
     return fixed_split_size * page_size
 
 
-def check_not_capturing(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise not_covered("run() while a CUDA graph is being captured")
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing(device: torch.device, what: str) -> None:
+    if is_capturing(device):
+        raise not_covered(f"{what} while a CUDA graph is being captured")
+
+
+def current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -224,7 +232,7 @@ class Variant:
         return sinks.detach().to(torch.float32).contiguous()
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: captured graphs read them
 def alibi_slopes(num_qo_heads: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(fiw.alibi_slopes(num_qo_heads)).to(device)
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fiw.compat.flashinfer._graph import FixedBuffers
+from fiw.compat.flashinfer._engines import ReadByEngines, fixed_buffer
+from fiw.compat.flashinfer._graph import FixedBuffers, GraphRuns, PlanShape
 from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned
 from fiw.compat.flashinfer._terms import (
     DTypeLike,
@@ -23,7 +24,16 @@ from fiw.compat.flashinfer._terms import (
     split_tokens,
     workspace_of,
 )
+from fiw.compat.flashinfer.page import get_seq_lens
 from fiw.compat.flashinfer.prefill import single_prefill_with_kv_cache
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "get_seq_lens",  # engines import it from here
+    "single_decode_with_kv_cache",
+]
 
 
 def single_decode_with_kv_cache(
@@ -67,7 +77,7 @@ def single_decode_with_kv_cache(
     return (out[0], lse[0]) if return_lse else out[0]
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(ReadByEngines):
     """Decode attention for a batch over a paged cache: plan() once a step, run() once a layer.
 
     `float_workspace_buffer` names a workspace and its device; nothing is written to it. Wrappers with the same buffer
@@ -96,6 +106,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._use_tensor_cores = use_tensor_cores
         self._plan: PagedPlan | None = None
         self._batch_size = 0
+        self._fixed: FixedBuffers | None = None
+        self._graph_runs: GraphRuns | None = None
         if use_cuda_graph:
             required = {
                 "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -104,6 +116,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
             }
             self._fixed = FixedBuffers(required, {})
             self._fixed.check_length("paged_kv_indptr_buffer", "paged_kv_last_page_len_buffer", 1)
+            self._graph_runs = GraphRuns(
+                len(self._fixed["paged_kv_last_page_len_buffer"]), len(self._fixed["paged_kv_indices_buffer"])
+            )
+
+    _paged_kv_indptr_buf = fixed_buffer("paged_kv_indptr_buffer")
+    _paged_kv_indices_buf = fixed_buffer("paged_kv_indices_buffer")
+    _paged_kv_last_page_len_buf = fixed_buffer("paged_kv_last_page_len_buffer")
+
+    def _options(self) -> Variant:
+        return planned(self._plan).variant
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -169,23 +191,33 @@ class BatchDecodeWithPagedKVCacheWrapper:
         table = page_table(indptr, indices, last_page_len, page_size, seq_lens)
         if q_len_per_req > 1 and batch_size and min(table.kv_lens) < q_len_per_req:
             raise ValueError(f"a request has {min(table.kv_lens)} tokens, expected q_len_per_req = {q_len_per_req}")
-        if self._use_cuda_graph:
-            self._fixed.fill(
+        copies = {}
+        if self._fixed is not None:
+            copies = self._fixed.check(
                 {"paged_kv_indptr_buffer": indptr, "paged_kv_last_page_len_buffer": last_page_len},
                 {"paged_kv_indices_buffer": indices},
-                non_blocking,
             )
         workspace = workspace_of(self._buffer, split_tokens(fixed_split_size, disable_split_kv, page_size))
-        self._plan = PagedPlan(
-            workspace,
+        plan = PagedPlan(
+            PlanShape(
+                workspace,
+                page_size,
+                (num_qo_heads, num_kv_heads),
+                (head_dim, head_dim),
+                dtypes,
+                window=q_len_per_req,
+                masked=False,
+            ),
             table,
             np.arange(batch_size + 1, dtype=np.int32) * q_len_per_req,
-            (num_qo_heads, num_kv_heads),
-            (head_dim, head_dim),
-            dtypes,
             variant,
-            window=q_len_per_req,
+            self.device,
+            verify=q_len_per_req > 1,
+            graph_runs=self._graph_runs,
         )
+        if self._fixed is not None:
+            self._fixed.fill(copies, non_blocking)
+        self._plan = plan
         self._batch_size = batch_size
 
     begin_forward = plan
@@ -284,3 +316,56 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             paged_kv_indices_buffer=indices_buffer,
             paged_kv_last_page_len_buffer=last_page_len_buffer,
         )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: DTypeLike | None = None,
+    kv_data_type: DTypeLike | None = None,
+    data_type: DTypeLike | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: torch.Tensor | None = None,
+) -> None:
+    """plan(), for engines that put `partial(fast_decode_plan, wrapper)` in its place.
+
+    `global_override_indptr_cpu` is `indptr` on the host, which saves waiting for the device to read it.
+    """
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self,
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )

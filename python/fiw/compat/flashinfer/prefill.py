@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 import fiw
-from fiw.compat.flashinfer._graph import FixedBuffers
-from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned
+from fiw.compat.flashinfer._engines import ReadByEngines, fixed_buffer
+from fiw.compat.flashinfer._graph import FixedBuffers, GraphRuns, PlanShape
+from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned, uniform_window
 from fiw.compat.flashinfer._terms import (
     BASE_2,
     DTypeLike,
@@ -72,7 +73,7 @@ def single_prefill_with_kv_cache(
     refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     check_backend(backend)
     kv_layout = checked_kv_layout(kv_layout)
-    check_not_capturing(q.device)
+    check_not_capturing(q.device, "single_prefill_with_kv_cache() or single_decode_with_kv_cache()")
     resolve_dtypes(q.dtype, k.dtype, o_dtype)
     scale = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * scalar("k_scale", k_scale)
     variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, scale)
@@ -158,7 +159,7 @@ def _packed_mask(
     return fiw.PackedMask(bits.to(device), byte_indptr.to(device))
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(ReadByEngines):
     """Prefill or append attention for a batch over a paged cache: plan() once a step, run() once a layer.
 
     `float_workspace_buffer` names a workspace and its device; nothing is written to it. Wrappers with the same buffer
@@ -192,6 +193,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._max_total_num_rows = max_total_num_rows
         self._plan: PagedPlan | None = None
+        self._fixed: FixedBuffers | None = None
+        self._graph_runs: GraphRuns | None = None
         if use_cuda_graph:
             required = {
                 "qo_indptr_buf": qo_indptr_buf,
@@ -204,6 +207,19 @@ class BatchPrefillWithPagedKVCacheWrapper:
             )
             self._fixed.check_length("paged_kv_indptr_buf", "qo_indptr_buf", 0)
             self._fixed.check_length("paged_kv_last_page_len_buf", "qo_indptr_buf", -1)
+            self._graph_runs = GraphRuns(
+                len(self._fixed["paged_kv_last_page_len_buf"]), len(self._fixed["paged_kv_indices_buf"])
+            )
+
+    _qo_indptr_buf = fixed_buffer("qo_indptr_buf")
+    _paged_kv_indptr_buf = fixed_buffer("paged_kv_indptr_buf")
+    _paged_kv_indices_buf = fixed_buffer("paged_kv_indices_buf")
+    _paged_kv_last_page_len_buf = fixed_buffer("paged_kv_last_page_len_buf")
+    _custom_mask_buf = fixed_buffer("custom_mask_buf")
+    _mask_indptr_buf = fixed_buffer("mask_indptr_buf")
+
+    def _options(self) -> Variant:
+        return planned(self._plan).variant
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -272,9 +288,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if query_starts.size != table.batch + 1:
             raise ValueError(f"qo_indptr has {query_starts.size} elements, expected batch_size + 1 = {table.batch + 1}")
         mask = _packed_mask(custom_mask, packed_custom_mask, np.diff(query_starts), table.kv_lens, self.device)
-        if self._use_cuda_graph:
-            self._max_total_num_rows = _check_rows(query_starts, self._max_total_num_rows)
-            self._fixed.fill(
+        rows, copies, graph_mask = self._max_total_num_rows, {}, None
+        if self._fixed is not None:
+            rows = _check_rows(query_starts, rows)
+            copies = self._fixed.check(
                 {
                     "qo_indptr_buf": qo_indptr,
                     "paged_kv_indptr_buf": paged_kv_indptr,
@@ -282,18 +299,30 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 }
                 | ({} if mask is None else {"mask_indptr_buf": mask.indptr}),
                 {"paged_kv_indices_buf": paged_kv_indices} | ({} if mask is None else {"custom_mask_buf": mask.bits}),
-                non_blocking,
             )
-        self._plan = PagedPlan(
-            workspace_of(self._buffer, split_tokens(fixed_split_size, disable_split_kv, page_size)),
+            if mask is not None:
+                graph_mask = fiw.PackedMask(self._fixed["custom_mask_buf"], self._fixed["mask_indptr_buf"])
+        plan = PagedPlan(
+            PlanShape(
+                workspace_of(self._buffer, split_tokens(fixed_split_size, disable_split_kv, page_size)),
+                page_size,
+                (num_qo_heads, num_kv_heads),
+                (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
+                dtypes,
+                window=uniform_window(query_starts),
+                masked=mask is not None,
+            ),
             table,
             query_starts,
-            (num_qo_heads, num_kv_heads),
-            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
-            dtypes,
             variant,
+            self.device,
             mask=mask,
+            graph_runs=self._graph_runs,
+            graph_mask=graph_mask,
         )
+        if self._fixed is not None:
+            self._fixed.fill(copies, non_blocking)
+        self._plan, self._max_total_num_rows = plan, rows
 
     begin_forward = plan
 
@@ -373,7 +402,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
     forward_return_lse = partialmethod(forward, return_lse=True)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(ReadByEngines):
     """Prefill attention for a batch over K and V that lie together, request after request.
 
     `float_workspace_buffer` names a workspace and its device; nothing is written to it. Wrappers with the same buffer
@@ -402,12 +431,21 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._max_total_num_rows: int | None = None
         self._variant: Variant | None = None
+        self._fixed: FixedBuffers | None = None
         if use_cuda_graph:
             self._fixed = FixedBuffers(
                 {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf},
                 {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf},
             )
             self._fixed.check_length("kv_indptr_buf", "qo_indptr_buf", 0)
+
+    _qo_indptr_buf = fixed_buffer("qo_indptr_buf")
+    _kv_indptr_buf = fixed_buffer("kv_indptr_buf")
+    _custom_mask_buf = fixed_buffer("custom_mask_buf")
+    _mask_indptr_buf = fixed_buffer("mask_indptr_buf")
+
+    def _options(self) -> Variant:
+        return planned(self._variant)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -476,14 +514,15 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         if key_starts.size != query_starts.size:
             raise ValueError(f"kv_indptr has {key_starts.size} elements, expected {query_starts.size}, as qo_indptr")
         mask = _packed_mask(custom_mask, packed_custom_mask, np.diff(query_starts), np.diff(key_starts), self.device)
-        if self._use_cuda_graph:
-            self._max_total_num_rows = _check_rows(query_starts, self._max_total_num_rows)
-            self._fixed.fill(
+        if self._fixed is not None:
+            rows = _check_rows(query_starts, self._max_total_num_rows)
+            copies = self._fixed.check(
                 {"qo_indptr_buf": qo_indptr, "kv_indptr_buf": kv_indptr}
                 | ({} if mask is None else {"mask_indptr_buf": mask.indptr}),
                 {} if mask is None else {"custom_mask_buf": mask.bits},
-                non_blocking,
             )
+            self._fixed.fill(copies, non_blocking)
+            self._max_total_num_rows = rows
         self._workspace = workspace_of(self._buffer, split_tokens(fixed_split_size, disable_split_kv, 1))
         self._variant, self._mask, self._dtypes = variant, mask, dtypes
         self._qo_indptr, self._kv_indptr = query_starts, key_starts
@@ -519,7 +558,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         """
         refuse(arguments_of_custom_kernels=args or None, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
         variant = planned(self._variant)
-        check_not_capturing(q.device)
+        check_not_capturing(q.device, "run() over a ragged cache")
         k, v = token_major(k, self._kv_layout), token_major(v, self._kv_layout)
         for name, tensor, heads, dim, dtype in (
             ("q", q, self._heads[0], self._head_dims[0], self._dtypes[0]),
