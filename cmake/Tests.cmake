@@ -20,8 +20,13 @@ function(fiw_add_test name)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE
     fiw_warnings fiw::fiw hwy::hwy OpenMP::OpenMP_CXX fmt::fmt-header-only GTest::gtest_main ${arg_LIBRARIES})
+  if(FIW_SANITIZE)  # fewer random rounds; and optimising a test program would take longer than it saves
+    target_compile_definitions(${name} PRIVATE FIW_SANITIZED)
+    target_compile_options(${name} PRIVATE -O0)
+  endif()
+  # Passive: tests run side by side, and a thread that waits for its team must not keep a core from another test.
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST NO_PRETTY_VALUES TEST_PREFIX ${name}.
-                       PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
+                       PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT} ENVIRONMENT OMP_WAIT_POLICY=passive)
   if(NOT TARGET tests_${arg_LABEL})
     add_custom_target(tests_${arg_LABEL})
   endif()

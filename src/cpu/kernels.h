@@ -34,6 +34,8 @@ struct StreamScratch {
   std::size_t ahead = 0;        ///< MemoryRun [2 (this block, the next), 2 (K, V), num_kv_heads * kBlock], to fetch
   std::size_t spare_ahead = 0;  ///< as ahead
   std::size_t visible = 0;      ///< uint64 [query tokens], a bit a key of the block
+  std::size_t rows = 0;         ///< uint16 [kStep, max(head_dim_qk, head_dim_vo)], fp8 rows as bfloat16
+  std::size_t row_offsets = 0;  ///< int64 [kStep], into rows
   std::size_t bytes = 0;
 
   static constexpr std::int32_t kStep = 24;    ///< keys that every tile can take, each so many at once
@@ -49,18 +51,20 @@ struct StreamScratch {
       return offset;
     };
     const auto heads = static_cast<std::size_t>(params.num_kv_heads);
-    const std::int32_t rows = max_qo_len * (params.num_qo_heads / params.num_kv_heads);
-    const std::size_t row_slots = heads * padded(rows);
+    const std::int32_t packed = max_qo_len * (params.num_qo_heads / params.num_kv_heads);
+    const std::size_t row_slots = heads * padded(packed);
     q = place(row_slots * params.head_dim_qk, sizeof(float));
     acc = place(row_slots * params.head_dim_vo, sizeof(float));
-    top = place(heads * rows * 4, sizeof(float));
-    sum = place(heads * rows * 4, sizeof(float));
+    top = place(heads * packed * 4, sizeof(float));
+    sum = place(heads * packed * 4, sizeof(float));
     logits = place(row_slots * kLogits, sizeof(float));
-    added = place(heads * rows, sizeof(bool));
+    added = place(heads * packed, sizeof(bool));
     offsets = place(std::size_t{4} * kBlock, sizeof(std::int64_t));
     ahead = place(heads * kBlock * 4, sizeof(MemoryRun));
     spare_ahead = place(heads * kBlock * 4, sizeof(MemoryRun));
     visible = place(static_cast<std::size_t>(max_qo_len), sizeof(std::uint64_t));
+    rows = place(std::size_t{kStep} * std::max(params.head_dim_qk, params.head_dim_vo), sizeof(std::uint16_t));
+    row_offsets = place(std::size_t{kStep}, sizeof(std::int64_t));
   }
 };
 

@@ -10,12 +10,14 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/fetch.h"
 #include "cpu/finish-inl.h"
 #include "cpu/job.h"
 #include "cpu/kernels.h"
 #include "cpu/simd-inl.h"
+#include "cpu/translate-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fiw::cpu::HWY_NAMESPACE {
@@ -261,6 +263,12 @@ inline std::uint64_t visible_bits(const Job& job, const Request& request, std::i
   return bits;
 }
 
+/// What rows of a type are multiplied as.
+template <class Element>
+inline constexpr bool kTranslated = sizeof(typename Element::Raw) == 1;
+template <class Element>
+using Multiplied = std::conditional_t<kTranslated<Element>, BFloat16, Element>;
+
 /// One block of keys of one chunk.
 struct Block {
   std::int32_t first = 0;
@@ -274,6 +282,12 @@ struct Block {
 template <class Element>
 struct Stream {
   using Raw = typename Element::Raw;
+  using Factor = Multiplied<Element>;
+  /// Rows of K or V of one head.
+  struct Rows {
+    const typename Factor::Raw* data;
+    const std::int64_t* offsets;
+  };
 
   const Job& job;
   Request request;
@@ -307,6 +321,26 @@ struct Stream {
   bool& added(std::int32_t kv_head, std::int32_t row) const {
     return at<bool>(layout.added)[tile_slot(kv_head, row) / 4];
   }
+
+  /// At most kStep rows, ready to be multiplied until the next call. Meanwhile as many lines are fetched as are read.
+  HWY_INLINE Rows rows_of(const TokenArray& array, std::int32_t kv_head, const std::int64_t* offsets,
+                          std::int32_t count, std::int32_t dim, Fetch& fetch) const {
+    const Raw* from = head(array, kv_head);
+    if constexpr (kTranslated<Element>) {
+      auto* to = at<typename Factor::Raw>(layout.rows);
+      auto* to_offsets = at<std::int64_t>(layout.row_offsets);
+      for (std::int32_t i = 0; i < count; ++i) {
+        to_offsets[i] = std::int64_t{i} * dim;
+        translate_row<Element>(from + offsets[i], dim, to + to_offsets[i]);
+        for (std::int32_t c = 0; c < dim; c += kLine<Element>) fetch();
+      }
+      return {to, to_offsets};
+    } else {
+      return {from, offsets};
+    }
+  }
+  /// Of a tile whose rows come from rows_of: one tile of each head does the fetching, unless rows_of has done it.
+  static bool fetches(std::int32_t row) { return row == 0 && !kTranslated<Element>; }
 
   /// Calls f(std::integral_constant<int, rows>, first row) for each tile of a KV head.
   template <class F>
@@ -349,17 +383,17 @@ struct Stream {
                                                                      : StreamScratch::kStep;
     Fetch idle(cached());
     walk(job.k, block.count, step, [&](std::int32_t h, std::int32_t first) {
-      const Raw* k = head(job.k, h);
-      const std::int32_t end = std::min(first + step, block.count);
+      const std::int32_t count = std::min(step, block.count - first);
+      const Rows k = rows_of(job.k, h, block.k_offsets + first, count, dim, fetch);
       for_each_tile([&](auto tile_rows, std::int32_t row) {
         constexpr int kRows = tile_rows();
         constexpr int kKeys = kKeysAtOnce<kRows>;
         const float* q = at<float>(layout.q) + row_slot(h, row) * dim;
-        for (std::int32_t t = first; t < end; t += kKeys) {
-          const Raw* keys[kKeys];
+        for (std::int32_t t = 0; t < count; t += kKeys) {
+          const typename Factor::Raw* keys[kKeys];
           HWY_UNROLL(8)
-          for (int i = 0; i < kKeys; ++i) keys[i] = k + block.k_offsets[std::min(t + i, block.count - 1)];
-          dot_keys<Element, kRows>(d, q, dim, keys, row == 0 ? fetch : idle, logits(h, row) + t * kRows);
+          for (int i = 0; i < kKeys; ++i) keys[i] = k.data + k.offsets[std::min(t + i, count - 1)];
+          dot_keys<Factor, kRows>(d, q, dim, keys, fetches(row) ? fetch : idle, logits(h, row) + (first + t) * kRows);
         }
       });
     });
@@ -386,7 +420,7 @@ struct Stream {
           add_seen_values<kRows>(d, block, h, row, live, weights, acc);
           // The fetching that goes with a head's values.
           const std::int64_t lines = std::int64_t{block.count} * dim / kLine<Element>;
-          for (std::int64_t i = 0; row == 0 && i < lines; ++i) fetch();
+          for (std::int64_t i = 0; fetches(row) && i < lines; ++i) fetch();
         }
       });
     }
@@ -402,9 +436,10 @@ struct Stream {
       std::uint64_t bits = block.all() & at<std::uint64_t>(layout.visible)[(first_row + r) / job.group];
       while (bits != 0) {
         const int begin = std::countr_zero(bits);
-        const int count = std::countr_one(bits >> begin);
-        add_value_rows<Element, 1, kStride>(d, weights + begin * kStride + r, count, head(job.v, kv_head),
-                                            block.v_offsets + begin, acc + std::int64_t{r} * dim, dim, idle);
+        const int count = std::min<int>(std::countr_one(bits >> begin), StreamScratch::kStep);
+        const Rows v = rows_of(job.v, kv_head, block.v_offsets + begin, count, dim, idle);
+        add_value_rows<Factor, 1, kStride>(d, weights + begin * kStride + r, count, v.data, v.offsets,
+                                           acc + std::int64_t{r} * dim, dim, idle);
         bits = begin + count == 64 ? 0 : bits & ~std::uint64_t{0} << (begin + count);
       }
     }
@@ -418,12 +453,14 @@ struct Stream {
     const std::int32_t dim = job.params.head_dim_vo;
     Fetch idle(cached());
     walk(job.v, block.count, step, [&](std::int32_t h, std::int32_t t) {
+      const std::int32_t count = std::min(step, block.count - t);
+      const Rows v = rows_of(job.v, h, block.v_offsets + t, count, dim, fetch);
       for_each_tile([&](auto tile_rows, std::int32_t row) {
         constexpr int kRows = tile_rows();
         if (added(h, row)) return;
-        add_value_rows<Element, kRows, kRows>(
-            d, logits(h, row) + t * kRows, std::min(step, block.count - t), head(job.v, h), block.v_offsets + t,
-            at<float>(layout.acc) + row_slot(h, row) * dim, dim, row == 0 ? fetch : idle);
+        add_value_rows<Factor, kRows, kRows>(d, logits(h, row) + t * kRows, count, v.data, v.offsets,
+                                             at<float>(layout.acc) + row_slot(h, row) * dim, dim,
+                                             fetches(row) ? fetch : idle);
       });
     });
   }
@@ -509,7 +546,7 @@ struct Stream {
           const std::int64_t slot = row_slot(kv_head, p * job.group + h % job.group);
           float* to = at<float>(layout.q) + slot * dim;
           widen_row<Query>(d, from, dim, job.q_scale(kv_head), to);
-          reorder_pairs<Element, false>(d, dim, to);
+          reorder_pairs<Factor, false>(d, dim, to);
         }
       }
     });
@@ -563,7 +600,7 @@ struct Stream {
       for (std::int32_t row = 0; row < rows; ++row) {
         const std::int64_t lane = tile_slot(h, row) + row % kTileRows;
         float* acc = at<float>(layout.acc) + row_slot(h, row) * job.params.head_dim_vo;
-        reorder_pairs<Element, true>(d, job.params.head_dim_vo, acc);
+        reorder_pairs<Factor, true>(d, job.params.head_dim_vo, acc);
         finish_row(d, job, request, row / job.group, h * job.group + row % job.group, chunk, keys, acc,
                    at<float>(layout.top)[lane], at<float>(layout.sum)[lane]);
       }

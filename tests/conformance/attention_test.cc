@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <memory>
+#include <span>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -98,7 +100,7 @@ TEST_P(Attention, AnyHeadDim) {
 TEST_P(Attention, LongQueries) {
   constexpr std::pair<std::int32_t, std::int32_t> kDims[] = {{64, 64},   {96, 96},   {128, 128},
                                                              {192, 128}, {256, 256}, {512, 512}};
-  const Change kChanges[] = {
+  std::array<Change, 8> changes = {
       [](Case&) {},
       [](Case& c) { c.params.causal = false; },
       [](Case& c) { c.params.window_left = 7; },
@@ -119,7 +121,8 @@ TEST_P(Attention, LongQueries) {
       },
   };
   for (const auto& [qk, vo] : kDims) {
-    for (const Change change : kChanges) {
+    std::ranges::shuffle(changes, rng_.engine());
+    for (const Change change : std::span(changes).first(rounds(int{changes.size()}))) {
       Case c = base();
       if (op() == Op::kPrefill || op() == Op::kRagged) {
         c.qo_lens = {200, 1, 130, 0, 300};

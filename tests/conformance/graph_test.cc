@@ -170,7 +170,7 @@ TEST_P(Graph, AnythingBetweenReplays) {
   for (const Case& c : {decode_case(), verify_case(3), chunk}) {
     eager.push_back(std::make_unique<Problem>(GetParam(), c, rng_));
   }
-  for (int i = 0; i < 250; ++i) {
+  for (int i = 0; i < rounds(250); ++i) {
     switch (rng_.uniform(0, 7)) {
       case 0:
         workspace_->invalidate_runtime_cache();

@@ -120,7 +120,7 @@ class PageTableFuzz : public testing::Test, protected test::Seeded {
 };
 
 TEST_F(PageTableFuzz, TakenExactlyWhenLegal) {
-  constexpr int kRounds = 100'000;
+  constexpr int kRounds = test::rounds(100'000);
   int taken = 0;
   for (int round = 0; round < kRounds; ++round) {
     Arrays a = good();

@@ -56,7 +56,7 @@ class TraceFuzz : public testing::TestWithParam<const char*>, protected test::Se
 };
 
 TEST_P(TraceFuzz, ReadOrRefusedByLine) {
-  constexpr int kRounds = 20'000;
+  constexpr int kRounds = test::rounds(20'000);
   const std::string original = sample(GetParam());
   ASSERT_FALSE(original.empty());
   int read = 0;

@@ -67,7 +67,7 @@ class GraphProperty : public testing::TestWithParam<int>, public Seeded {
 
 TEST_P(GraphProperty, AnyLayerAnyBucketsAnyTable) {
   enum class Table { kGiven, kLivePlanned, kLivePrepared };
-  for (int round = 0; round < 40; ++round) {
+  for (int round = 0; round < rounds(40); ++round) {
     const Case c = random_layer();
     Captured captured(GetParam(), c, rng_);
     SCOPED_TRACE(testing::Message() << "round " << round << ": " << c);

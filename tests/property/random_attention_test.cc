@@ -10,7 +10,7 @@ class RandomAttention : public testing::TestWithParam<int>, public Seeded {
  protected:
   void solve(Op op, int problems) {
     const auto workspace = make_workspace(GetParam());
-    for (int i = 0; i < problems; ++i) {
+    for (int i = 0; i < rounds(problems); ++i) {
       Problem problem(GetParam(), random_case(op, rng_), rng_);
       ASSERT_NO_THROW(problem.call(*workspace)) << problem.description();
       ASSERT_TRUE(problem.check()) << "problem " << i;

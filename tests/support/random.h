@@ -11,6 +11,15 @@
 
 namespace fiw::test {
 
+/// How many of `full` random rounds a test does: a quarter where a sanitizer makes each take several times as long.
+constexpr int rounds(int full) {
+#ifdef FIW_SANITIZED
+  return full / 4;
+#else
+  return full;
+#endif
+}
+
 /// The FIW_TEST_SEED of the environment, else a fresh one.
 std::uint64_t choose_seed();
 

@@ -129,7 +129,7 @@ TEST_P(CpuExtremes, AllLogitsMinusInfinity) {
 
 // NaN and infinities anywhere, under every option, reach exactly the rows that see them.
 TEST_P(CpuExtremes, RandomSpoiledTokens) {
-  for (int round = 0; round < 150 && !HasFailure(); ++round) {
+  for (int round = 0; round < rounds(150) && !HasFailure(); ++round) {
     Case c{.op = rng_.pick({Op::kDecode, Op::kPrefill, Op::kVerify, Op::kRagged})};
     const std::int32_t kv_heads = any(1, 3);
     c.params = {.num_qo_heads = kv_heads * rng_.pick({1, 2, 3, 4, 7, 8}),

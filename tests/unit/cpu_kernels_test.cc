@@ -8,6 +8,7 @@
 // clang-format on
 
 #include "cpu/simd-inl.h"
+#include "cpu/translate-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fiw::cpu::HWY_NAMESPACE {
@@ -39,6 +40,14 @@ void store_elements(DType dtype, bool saturate, const float* from, std::int64_t 
       }
     }
   });
+}
+
+void translate_codes(bool e4m3, const std::uint8_t* from, std::int32_t count, std::uint16_t* to) {
+  if (e4m3) {
+    translate_row<E4M3>(from, count, to);
+  } else {
+    translate_row<E5M2>(from, count, to);
+  }
 }
 
 void exponentials(const float* from, std::int64_t count, float* powers, float* tangents) {
@@ -73,6 +82,7 @@ namespace fiw::cpu {
 HWY_EXPORT(target);
 HWY_EXPORT(load_elements);
 HWY_EXPORT(store_elements);
+HWY_EXPORT(translate_codes);
 HWY_EXPORT(exponentials);
 
 // With one target, the macro takes no qualified name.
@@ -80,6 +90,7 @@ namespace {
 auto chosen_target() { return HWY_DYNAMIC_DISPATCH(target); }
 auto chosen_load_elements() { return HWY_DYNAMIC_DISPATCH(load_elements); }
 auto chosen_store_elements() { return HWY_DYNAMIC_DISPATCH(store_elements); }
+auto chosen_translate_codes() { return HWY_DYNAMIC_DISPATCH(translate_codes); }
 auto chosen_exponentials() { return HWY_DYNAMIC_DISPATCH(exponentials); }
 }  // namespace
 
@@ -149,6 +160,33 @@ TEST_P(CpuKernels, LoadEveryCode) {
   }
 }
 
+// Rows of whole vectors, of blocks of 16, and what is left.
+TEST_P(CpuKernels, TranslateEveryCode) {
+  for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+    const std::vector<std::byte> codes = all_codes(dtype);
+    for (std::int32_t begin = 0; begin < 256; begin += 8) {
+      for (std::int32_t count = 0; count <= std::min(256 - begin, 104); count += 8) {
+        constexpr std::uint16_t kUntouched = 0x5A5A;
+        std::vector<std::uint16_t> bfloats(static_cast<std::size_t>(count) + 1, kUntouched);
+        cpu::chosen_translate_codes()(dtype == DType::kFloat8E4M3,
+                                      reinterpret_cast<const std::uint8_t*>(codes.data()) + begin, count,
+                                      bfloats.data());
+        for (std::int32_t i = 0; i < count; ++i) {
+          const float exact = load_float(codes.data(), dtype, begin + i);
+          const auto got = std::bit_cast<float>(std::uint32_t{bfloats[static_cast<std::size_t>(i)]} << 16);
+          if (std::isnan(exact)) {
+            ASSERT_TRUE(std::isnan(got)) << to_string(dtype) << " code " << begin + i;
+          } else {
+            ASSERT_EQ(std::bit_cast<std::uint32_t>(got), std::bit_cast<std::uint32_t>(exact))
+                << to_string(dtype) << " code " << begin + i << ", " << got << " instead of " << exact;
+          }
+        }
+        ASSERT_EQ(bfloats.back(), kUntouched) << "after " << count;
+      }
+    }
+  }
+}
+
 TEST_P(CpuKernels, StoreRoundsAndSaturates) {
   const std::vector<float> values = telling_floats();
   const auto count = static_cast<std::int64_t>(values.size());
@@ -195,7 +233,7 @@ TEST_P(CpuKernels, Exponentials) {
 // Both kernels, their edges in rows, keys and dims, each option, alone and together.
 TEST_P(CpuKernels, RandomAttention) {
   constexpr CacheLayout kSplitLayouts[] = {CacheLayout::kNhd, CacheLayout::kHnd, CacheLayout::kPadded};
-  for (int round = 0; round < 60 && !HasFailure(); ++round) {
+  for (int round = 0; round < rounds(60) && !HasFailure(); ++round) {
     Case c{.op = rng_.pick({Op::kDecode, Op::kPrefill, Op::kVerify, Op::kRagged})};
     const std::int32_t kv_heads = any(1, 4);
     c.params = {.num_qo_heads = kv_heads * rng_.pick({1, 2, 3, 4, 5, 6, 7, 8, 16, 32}),

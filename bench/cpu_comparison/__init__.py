@@ -1,0 +1,1 @@
+"""What bench/compare_cpu.py is made of."""
