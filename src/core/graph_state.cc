@@ -43,9 +43,10 @@ void check_graph_options(const GraphOptions& options, std::int32_t window, std::
          window);
   }
   // FlashInfer's kernels number the slots of a table so.
-  if (std::int64_t{options.max_pages} * options.page_size > std::numeric_limits<std::uint32_t>::max()) {
-    fail(Reason::kSizeOverflow, "max_pages is {} and page_size {}: so many slots do not fit 32 bits", options.max_pages,
-         options.page_size);
+  constexpr std::int64_t kMostSlots = std::int64_t{1} << 32;
+  if (std::int64_t{options.max_pages} * options.page_size > kMostSlots) {
+    fail(Reason::kSizeOverflow, "max_pages is {} and page_size {}: 32 bits do not number so many slots",
+         options.max_pages, options.page_size);
   }
   std::int32_t below = 0;
   for (const std::int32_t bucket : options.buckets) {

@@ -79,8 +79,8 @@ std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
 /// FlashInfer's kernels number the slots of a page table in 32 bits. A captured step's table was sized so.
 bool numbers_slots(const AttentionLaunch& launch) noexcept {
   if (launch.kv == nullptr || launch.fixed != nullptr) return true;
-  return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <=
-         std::int64_t{std::numeric_limits<std::uint32_t>::max()};
+  constexpr std::int64_t kMostSlots = std::int64_t{1} << 32;
+  return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <= kMostSlots;
 }
 
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
@@ -207,8 +207,7 @@ class CudaBackend final : public Backend {
   void attend_hopper(const AttentionLaunch& launch, const StepSpec& spec, const DeviceTable& table);
   /// Memory for the length of a call, given back on its stream.
   class Temporary;
-  /// `tensor` itself where the Hopper kernel can address it, else a contiguous copy in `copy`.
-  ConstTensor addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream);
+  class Addressable;
 
   const int device_;
   const Allocator allocator_;
@@ -240,6 +239,27 @@ class CudaBackend::Temporary {
   std::size_t bytes_;
   Stream stream_;
   std::byte* memory_;
+};
+
+/// A tensor as the Hopper kernel can address it: itself, or room for a contiguous copy.
+class CudaBackend::Addressable {
+ public:
+  Addressable(CudaBackend& backend, const ConstTensor& tensor, Stream stream) : given_(tensor) {
+    if (suits_vectors(tensor.data, tensor.dtype, {tensor.row_stride, tensor.head_stride})) return;
+    copy_.emplace(backend, static_cast<std::size_t>(tensor.rows * tensor.heads * tensor.dim) * size_of(tensor.dtype),
+                  stream, "an aligned copy");
+    room_ = Tensor(copy_->data(), tensor.dtype, tensor.rows, tensor.heads, tensor.dim, tensor.device);
+  }
+
+  ConstTensor get() const noexcept { return copy_ ? ConstTensor(room_) : given_; }
+  void fill(cudaStream_t stream) const {
+    if (copy_) copy_tensor(room_, given_, stream);
+  }
+
+ private:
+  ConstTensor given_;
+  std::optional<Temporary> copy_;
+  Tensor room_;
 };
 
 CudaBackend::CudaBackend(int device, const Allocator& allocator, std::optional<CudaRoute> route)
@@ -571,15 +591,6 @@ void CudaBackend::attend(const AttentionLaunch& given) {
   if (entry) entry->leave();
 }
 
-ConstTensor CudaBackend::addressable(const ConstTensor& tensor, std::optional<Temporary>& copy, cudaStream_t stream) {
-  if (suits_vectors(tensor.data, tensor.dtype, {tensor.row_stride, tensor.head_stride})) return tensor;
-  copy.emplace(*this, static_cast<std::size_t>(tensor.rows * tensor.heads * tensor.dim) * size_of(tensor.dtype), stream,
-               "an aligned copy");
-  const Tensor aligned(copy->data(), tensor.dtype, tensor.rows, tensor.heads, tensor.dim, tensor.device);
-  copy_tensor(aligned, tensor, stream);
-  return aligned;
-}
-
 void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& spec, const DeviceTable& table) {
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   const AttentionParams& params = *launch.params;
@@ -589,13 +600,13 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
   prepare(kernel->function, kernel->shared_bytes);
 
-  Timeline::Entry entry(timeline_, stream);
-  std::optional<Temporary> q_copy;
-  std::optional<Temporary> k_copy;
-  std::optional<Temporary> v_copy;
+  // Memory first, then a place in the timeline behind it: for calls on the default stream it comes from another one.
+  const Addressable given_q(*this, launch.q, launch.stream);
+  const ConstTensor q = given_q.get();
+  std::optional<Addressable> ragged_k;
+  std::optional<Addressable> ragged_v;
   std::optional<Temporary> out_copy;
   std::optional<Temporary> gathered;
-  const ConstTensor q = addressable(launch.q, q_copy, stream);
   Tensor out = launch.out;
   if (!suits_vectors(out)) {
     out_copy.emplace(*this, static_cast<std::size_t>(out.rows * out.heads * out.dim) * size_of(out.dtype),
@@ -637,14 +648,21 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     args.call.v_head_scale = kv.v_head_scale;
   }
 
+  std::byte* memory = launch.scratch.data();
+  if (launch.kv == nullptr) {
+    ragged_k.emplace(*this, launch.ragged->k, launch.stream);
+    ragged_v.emplace(*this, launch.ragged->v, launch.stream);
+  } else if (!in_place && shape.family == KernelFamily::kHopperPaged) {
+    memory =
+        gathered.emplace(*this, gather_bytes(spec, launch.table->total_kv()), launch.stream, "gathered K and V").data();
+  }
+
+  Timeline::Entry entry(timeline_, stream);
+  given_q.fill(stream);
   if (in_place) {
     read_pages(args.call.kv, *launch.kv, table);
   } else if (launch.kv != nullptr) {
     const std::int64_t tokens = launch.table->total_kv();
-    std::byte* memory = launch.scratch.data();
-    if (shape.family == KernelFamily::kHopperPaged) {
-      memory = gathered.emplace(*this, gather_bytes(spec, tokens), launch.stream, "gathered K and V").data();
-    }
     const ConstTensor k(memory, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_qk);
     const std::size_t k_bytes = static_cast<std::size_t>(tokens * k.row_stride) * size_of(spec.q_dtype);
     const ConstTensor v(memory + k_bytes, spec.q_dtype, tokens, params.num_kv_heads, params.head_dim_vo);
@@ -655,9 +673,9 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
           "launching the gather kernel");
     read_from(k, v);
   } else {
-    const ConstTensor k = addressable(launch.ragged->k, k_copy, stream);
-    const ConstTensor v = addressable(launch.ragged->v, v_copy, stream);
-    read_from(k, v);
+    ragged_k->fill(stream);
+    ragged_v->fill(stream);
+    read_from(ragged_k->get(), ragged_v->get());
   }
   check(kernel->launch(args, stream), "launching a Hopper kernel");
   if (out_copy) copy_tensor(launch.out, out, stream);

@@ -247,7 +247,7 @@ TEST_P(Graph, BadOptionsAreNamed) {
   refused("max_batch is 0", [](GraphOptions& o) { o.max_batch = 0; });
   refused("max_batch is 2147483647", [](GraphOptions& o) { o.max_batch = 2147483647; });
   refused("max_pages is -1", [](GraphOptions& o) { o.max_pages = -1; });
-  refused("so many slots do not fit 32 bits", [](GraphOptions& o) { o.max_pages = 2147483647; });
+  refused("32 bits do not number so many slots", [](GraphOptions& o) { o.max_pages = 2147483647; });
   refused("page_size is 0", [](GraphOptions& o) { o.page_size = 0; });
   refused("num_pages is 0", [](GraphOptions& o) { o.num_pages = 0; });
   refused("buckets hold 2 after 4", [](GraphOptions& o) { o.buckets = {4, 2, 8}; });

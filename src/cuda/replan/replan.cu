@@ -67,7 +67,8 @@ struct Totals {
   std::int32_t longest;
 };
 
-/// The search for a chunk, by the first kWarps warps of a block: ten candidates for each limit of the rule, a round.
+/// The search for a chunk, by a whole block, of which the first kWarps warps count: ten candidates for each limit of
+/// the rule, a round.
 class ChunkSearch {
  public:
   static constexpr int kWarps = 8;
@@ -107,12 +108,14 @@ class ChunkSearch {
     // A lane has one candidate, a warp some of the requests.
     const int limit = min(lane / kSteps, ChunkRule::kLimits - 1);
     const int step = min(lane - limit * kSteps, kSteps - 1);
-    const Divisor by(chunk_at(last_of(limit) - (kSteps - 1 - step) * stride));
-    unsigned count = 0;
+    if (warp < kWarps) {
+      const Divisor by(chunk_at(last_of(limit) - (kSteps - 1 - step) * stride));
+      unsigned count = 0;
 #pragma unroll 4
-    for (std::int32_t r = warp; r < batch_; r += kWarps) count += static_cast<unsigned>(by.ceil(walked_[r]));
-    atomicAdd(&counts_[lane], count);
-    synchronize();
+      for (std::int32_t r = warp; r < batch_; r += kWarps) count += static_cast<unsigned>(by.ceil(walked_[r]));
+      atomicAdd(&counts_[lane], count);
+    }
+    __syncthreads();
     const unsigned most = limit == 0 ? plan_.most_chunks[0] : limit == 1 ? plan_.most_chunks[1] : plan_.most_chunks[2];
     const unsigned good = __ballot_sync(kAllLanes, counts_[lane] <= most);
 #pragma unroll
@@ -121,9 +124,6 @@ class ChunkSearch {
       last_[i] -= (kSteps - 1 - first) * stride;  // the last one is always good
     }
   }
-
-  /// Of the warps that search.
-  __device__ static void synchronize() { asm volatile("bar.sync 1, %0;" ::"n"(kWarps * kWarp) : "memory"); }
 
   __device__ std::int32_t chunk_at(int index) const { return nth_chunk(index, least_, longest_); }
   /// Without an index at run time, which would put the array into memory.
@@ -320,7 +320,6 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
   __shared__ std::int32_t first_chunk[kMostRequests + 1];
   __shared__ unsigned counts[ChunkSearch::kRounds * kWarp];
   __shared__ std::int32_t warp_sums[kWarps];
-  __shared__ std::int32_t chosen_chunk;
   __shared__ Totals totals;
   __shared__ std::int32_t at_fault;
   __shared__ LiveFault fault;
@@ -387,21 +386,17 @@ __global__ void __launch_bounds__(kThreads) replan_kernel(const __grid_constant_
   if (extents_hold) {
     const bool bad_page = scan.any_bad();
     if (write) {
-      if (thread < ChunkSearch::kWarps * kWarp) {
-        std::int32_t chunk_pages = totals.longest;
-        if (stale_check) {
-          chunk_pages = (planned_chunk - 1) / plan.page_size + 1;
-        } else if (plan.fixed_chunk_pages > 0) {
-          chunk_pages = plan.fixed_chunk_pages;
-        } else if (plan.split_kv) {
-          chunk_pages = ChunkSearch(plan, walked, args.batch, totals.longest, counts).choose(totals);
-        }
-        if (thread == 0) chosen_chunk = chunk_pages;
+      std::int32_t chunk_pages = totals.longest;
+      if (stale_check) {
+        chunk_pages = (planned_chunk - 1) / plan.page_size + 1;
+      } else if (plan.fixed_chunk_pages > 0) {
+        chunk_pages = plan.fixed_chunk_pages;
+      } else if (plan.split_kv) {
+        chunk_pages = ChunkSearch(plan, walked, args.batch, totals.longest, counts).choose(totals);
       }
-      __syncthreads();
-      sum_chunks(walked, args.batch, chosen_chunk, warp_sums, first_chunk);
+      sum_chunks(walked, args.batch, chunk_pages, warp_sums, first_chunk);
       // Written before all know whether the pages are good: where they are not, it is taken back below.
-      write_schedule(schedule, plan, args.batch, first_chunk, chosen_chunk);
+      write_schedule(schedule, plan, args.batch, first_chunk, chunk_pages);
     }
     if (__syncthreads_or(bad_page ? 1 : 0) == 0) {
       if (stale_check && write && thread == 0) *stands = 1;
