@@ -18,9 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from comparison.report import Record, reasons
 from cpu_comparison import table
 from cpu_comparison.shapes import shapes
+
+from comparison.report import Record, reasons
 
 _ROOT = Path(__file__).parent.parent
 

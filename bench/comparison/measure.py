@@ -83,7 +83,7 @@ class Comparison:
 
     def run(self, shape: Shape) -> report.Record:
         """Of a shape that fits. Raises only where the device itself failed."""
-        record = record_of(shape)
+        record = report.record_of(shape)
         cells = record["cells"] = {name: {"reason": why} for name, why in self._missing.items()}
         problem = Problem(shape, *self._pools[shape.kv_dtype], _ROTATED_BYTES, seed=len(shape.name))
         entries = {}
@@ -161,23 +161,6 @@ class Comparison:
             torch.cuda.synchronize()
         except RuntimeError:
             raise DeviceLostError(f"the device failed under {name}: {reason(error)}") from error
-
-
-def record_of(shape: Shape) -> report.Record:
-    return {
-        "name": shape.name,
-        "kind": shape.kind,
-        "heads": f"{shape.qo_heads}/{shape.kv_heads}",
-        "batch": shape.batch,
-        "qo_len": shape.qo_len,
-        "kv_len": shape.kv_lens[0] if shape.one_length else None,
-        "head_dim": shape.head_dim,
-        "page_size": shape.page_size,
-        "kv_dtype": shape.kv_dtype,
-        "kv_bytes": shape.kv_bytes,
-        "bytes": shape.bytes,
-        "operations": shape.operations,
-    }
 
 
 def _installed(name: str) -> bool:

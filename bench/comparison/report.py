@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from comparison.shapes import Shape
+
 OURS = "fiw"
 Record = dict[str, Any]
 """A shape's `name`, its measures, and `cells`: by contestant `us` and more, or the `reason` why there is no time."""
@@ -13,6 +15,24 @@ Record = dict[str, Any]
 _SLOWER = 1.03
 _LEAST_KV_BYTES = 64e6
 _SHOWN = 12
+
+
+def record_of(shape: Shape) -> Record:
+    """Without its cells."""
+    return {
+        "name": shape.name,
+        "kind": shape.kind,
+        "heads": f"{shape.qo_heads}/{shape.kv_heads}",
+        "batch": shape.batch,
+        "qo_len": shape.qo_len,
+        "kv_len": shape.kv_lens[0] if shape.one_length else None,
+        "head_dim": shape.head_dim,
+        "page_size": shape.page_size,
+        "kv_dtype": shape.kv_dtype,
+        "kv_bytes": shape.kv_bytes,
+        "bytes": shape.bytes,
+        "operations": shape.operations,
+    }
 
 
 def time_of(record: Record, contestant: str) -> float | None:

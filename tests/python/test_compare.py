@@ -29,19 +29,7 @@ def compare(*arguments, program="compare.py"):
 
 def record(shape, **times):
     """Of a shape; microseconds by contestant, or words why there are none."""
-    return {
-        "name": shape.name,
-        "kind": shape.kind,
-        "heads": f"{shape.qo_heads}/{shape.kv_heads}",
-        "batch": shape.batch,
-        "qo_len": shape.qo_len,
-        "kv_len": shape.kv_lens[0] if shape.one_length else None,
-        "head_dim": shape.head_dim,
-        "page_size": shape.page_size,
-        "kv_dtype": shape.kv_dtype,
-        "kv_bytes": shape.kv_bytes,
-        "bytes": shape.bytes,
-        "operations": shape.operations,
+    return report.record_of(shape) | {
         "cells": {
             name.replace("_", " "): {"reason": value} if isinstance(value, str) else {"us": value}
             for name, value in times.items()
