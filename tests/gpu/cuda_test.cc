@@ -289,6 +289,7 @@ struct WatchedPool {
   std::set<void*> live;
   std::set<Stream> streams;
   bool device_was_current = true;
+  bool late = false;  ///< memory is NaN from some time after the call on
 
   Allocator allocator() {
     return {.allocate = [](void* self, std::size_t bytes, std::size_t alignment, Stream stream) -> void* {
@@ -298,6 +299,7 @@ struct WatchedPool {
               EXPECT_EQ(cudaMallocAsync(&memory, bytes, static_cast<cudaStream_t>(stream)), cudaSuccess);
               EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % alignment, 0U);
               pool.live.insert(memory);
+              if (pool.late) spoil_late(memory, bytes, static_cast<cudaStream_t>(stream));
               return memory;
             },
             .free =
@@ -308,6 +310,11 @@ struct WatchedPool {
                   EXPECT_EQ(cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)), cudaSuccess);
                 },
             .context = this};
+  }
+  static void spoil_late(void* memory, std::size_t bytes, cudaStream_t stream) {
+    const auto wait = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(5)); };
+    EXPECT_EQ(cudaLaunchHostFunc(stream, wait, nullptr), cudaSuccess);
+    EXPECT_EQ(cudaMemsetAsync(memory, 0xFF, bytes, stream), cudaSuccess);
   }
   void note(Stream stream) {
     int current = -1;
@@ -339,6 +346,26 @@ TEST_F(Cuda, TheCallersAllocatorIsGivenTheCallsStream) {
   EXPECT_TRUE(pool.live.empty());
   EXPECT_FALSE(pool.streams.contains(nullptr));
   EXPECT_TRUE(pool.device_was_current);
+}
+
+// It comes on a stream of the workspace's own, which nothing orders with the default stream by itself.
+TEST_F(Cuda, MemoryForACallOnTheDefaultStreamIsReadyFirst) {
+  WatchedPool pool;
+  pool.late = true;
+  for (const CudaRoute route : {CudaRoute::kTable, CudaRoute::kTile, CudaRoute::kHopper, CudaRoute::kHopperPaged}) {
+    const auto workspace = make_workspace(kDevice, {.allocator = pool.allocator(), .cuda_route = route});
+    for (const Op op : {Op::kDecode, Op::kPrefill, Op::kRagged}) {
+      Case c = decode({900, 40});
+      c.op = op;
+      c.spacing = Spacing::kStrided;
+      if (op != Op::kDecode) c.qo_lens = {300, 17};
+      Problem problem(kDevice, c, rng_);
+      for (int i = 0; i < 2; ++i) {
+        problem.call(*workspace);
+        EXPECT_TRUE(problem.check()) << "route " << static_cast<int>(route);
+      }
+    }
+  }
 }
 
 TEST_F(Cuda, TablesAreReadInStreamOrder) {
