@@ -353,7 +353,7 @@ TEST_F(Cuda, MemoryForACallOnTheDefaultStreamIsReadyFirst) {
   WatchedPool pool;
   pool.late = true;
   for (const CudaRoute route : {CudaRoute::kTable, CudaRoute::kTile, CudaRoute::kHopper, CudaRoute::kHopperPaged}) {
-    const auto workspace = make_workspace(kDevice, {.allocator = pool.allocator(), .cuda_route = route});
+    const auto workspace = make_workspace(kDevice, {.cuda_route = route, .allocator = pool.allocator()});
     for (const Op op : {Op::kDecode, Op::kPrefill, Op::kRagged}) {
       Case c = decode({900, 40});
       c.op = op;
