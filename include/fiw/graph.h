@@ -22,8 +22,8 @@ class GraphState;
 
 /// What a session is captured for. Its memory is taken once, for the largest step that these allow.
 struct GraphOptions {
-  std::int32_t max_batch = 0;  ///< requests in a step
-  std::int32_t max_pages = 0;  ///< entries of a step's page table, all requests together
+  std::int32_t max_batch = 0;  ///< requests in a step, up to 2^24
+  std::int32_t max_pages = 0;  ///< entries of a step's page table, all requests together; up to 2^32 slots
   std::int32_t page_size = 16;
   std::int64_t num_pages = 0;  ///< pages of the cache: page ids are below it
   /// Batch sizes to capture, ascending, the last one max_batch. A step runs in the smallest that holds its requests.
