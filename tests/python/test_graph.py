@@ -629,9 +629,10 @@ def test_bad_options(ws, engine):
         ("the last of buckets is", lambda: _with(engine, max_batch=3).session(ws, buckets=[1, 2])),
         (f"live_table.indptr has {batch} entries, expected {batch + 1}", lambda: engine.session(ws, live_table=short)),
         ("live_table.indices: int64, expected int32", lambda: engine.session(ws, live_table=wide)),
+        (r"max_batch is 0, expected 1\.\.16777216", lambda: _with(engine, max_batch=0).session(ws)),
         *(
             (f"{name} is 0, expected at least 1", lambda name=name: _with(engine, **{name: 0}).session(ws))
-            for name in ("max_batch", "max_pages", "page_size", "num_pages")
+            for name in ("max_pages", "page_size", "num_pages")
         ),
     ]:
         with pytest.raises(fiw.InvalidArgumentError, match=match):
