@@ -73,6 +73,8 @@ UnitKernel tile_kernel(DType kv_dtype);
 
 /// Widest panel of rows: three vectors of the widest target.
 inline constexpr std::int32_t kMaxPanelRows = 48;
+/// Keys that a block of keys is requested ahead of its use.
+inline constexpr std::int32_t kTileKeysAhead = 32;
 
 struct TileScratch {
   std::int32_t block = 0;   ///< keys a step
@@ -84,7 +86,7 @@ struct TileScratch {
   std::size_t visible = 0;  ///< uint32 [block, panel rows], all ones where a row sees a key
   std::size_t lanes = 0;    ///< struct of arrays, see tile.cc
   std::size_t row = 0;      ///< float [max(head_dim_qk, head_dim_vo)]
-  std::size_t offsets = 0;  ///< int64 [2 (K, V), block]
+  std::size_t offsets = 0;  ///< int64 [2 (K, V), block + kTileKeysAhead]
   std::size_t bytes = 0;
 
   explicit TileScratch(const AttentionParams& params) noexcept {
@@ -108,7 +110,7 @@ struct TileScratch {
     visible = place(keys * kMaxPanelRows, sizeof(std::uint32_t));
     lanes = place(std::size_t{kCpuTileRows} * 5, sizeof(float));
     row = place(std::max(dim_qk, dim_vo), sizeof(float));
-    offsets = place(keys * 2, sizeof(std::int64_t));
+    offsets = place((keys + kTileKeysAhead) * 2, sizeof(std::int64_t));
   }
 };
 

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "cpu/fetch.h"
 #include "cpu/finish-inl.h"
 #include "cpu/job.h"
 #include "cpu/kernels.h"
@@ -108,6 +109,18 @@ HWY_NOINLINE void multiply_values(const float* HWY_RESTRICT weights, const float
     HWY_UNROLL(16)
     for (int i = 0; i < kElements * kVectors; ++i) hn::Store(sums[i], kWide, out + i * kLanes);
   }
+}
+
+/// Stores elements 0 .. 3 at `to` and 4 .. 7, where the vector has them, `stride` behind.
+inline void store_quads(hn::Vec<Narrow> elements, float* to, std::int64_t stride) {
+#if HWY_MAX_BYTES >= 32
+  const hn::Half<Narrow> half;
+  hn::StoreU(hn::LowerHalf(half, elements), half, to);
+  hn::StoreU(hn::UpperHalf(half, elements), half, to + stride);
+#else
+  static_cast<void>(stride);
+  hn::StoreU(elements, Narrow(), to);
+#endif
 }
 
 /// Per-row values of a tile, one lane a row.
@@ -232,29 +245,38 @@ struct Tile {
     std::fill_n(at<float>(layout.acc), std::int64_t{lanes_used()} * job.params.head_dim_vo, 0.0F);
   }
 
-  /// Keys first .. first + count - 1 as floats, padded with zeros to whole groups. Returns whether all values are
-  /// finite.
-  bool load_block(std::int32_t first, std::int32_t count) const {
+  /// Keys first .. first + count - 1 as floats, padded with zeros to whole groups; the `following` keys after them are
+  /// on their way when it returns. Returns whether all values are finite.
+  bool load_block(std::int32_t first, std::int32_t count, std::int32_t following) const {
     const std::int32_t dim_qk = job.params.head_dim_qk;
     const std::int32_t dim_vo = job.params.head_dim_vo;
     std::int64_t* k_offsets = at<std::int64_t>(layout.offsets);
-    std::int64_t* v_offsets = k_offsets + layout.block;
-    job.token_offsets(request, first, count, k_offsets, v_offsets);
+    std::int64_t* v_offsets = k_offsets + layout.block + kTileKeysAhead;
+    job.token_offsets(request, first, count + following, k_offsets, v_offsets);
     const auto* k = static_cast<const Raw*>(job.k.data) + kv_head * job.k.stride.head;
     const auto* v = static_cast<const Raw*>(job.v.data) + kv_head * job.v.stride.head;
-    const hn::CappedTag<float, 4> d4;
-    constexpr auto kQuadLanes = static_cast<std::int32_t>(hn::MaxLanes(d4));
-    auto poison = hn::Zero(d4);  // stays 0 while everything is finite
+    // Keys of one head lie apart, where the processor expects none.
+    const auto request_row = [](const Raw* row, std::int32_t dim) {
+      const auto* const bytes = reinterpret_cast<const std::byte*>(row);
+      const auto size = static_cast<std::int32_t>(dim * sizeof(Raw));
+      for (std::int32_t line = 0; line < size; line += kLineBytes) __builtin_prefetch(bytes + line, 0, 2);
+    };
+    constexpr auto kStep = static_cast<std::int32_t>(hn::MaxLanes(Narrow()));
+    auto poison = hn::Zero(Narrow());  // stays 0 while everything is finite
     for (std::int32_t t = 0; t < count; ++t) {
+      if (t + kTileKeysAhead < count + following) {
+        request_row(k + k_offsets[t + kTileKeysAhead], dim_qk);
+        request_row(v + v_offsets[t + kTileKeysAhead], dim_vo);
+      }
       float* key = at<float>(layout.k) + std::int64_t{t} * dim_qk;
-      for (std::int32_t c = 0; c < dim_qk; c += static_cast<std::int32_t>(hn::MaxLanes(Narrow()))) {
+      for (std::int32_t c = 0; c < dim_qk; c += kStep) {
         hn::StoreU(load<Element>(Narrow(), k + k_offsets[t] + c), Narrow(), key + c);
       }
       float* value = at<float>(layout.v) + std::int64_t{t} * 4;
-      for (std::int32_t c = 0; c < dim_vo; c += kQuadLanes) {
-        const auto elements = load<Element>(d4, v + v_offsets[t] + c);
-        poison = hn::MulAdd(elements, hn::Zero(d4), poison);
-        hn::StoreU(elements, d4, value + std::int64_t{c / 4} * 4 * layout.block + c % 4);
+      for (std::int32_t c = 0; c < dim_vo; c += kStep) {
+        const auto elements = load<Element>(Narrow(), v + v_offsets[t] + c);
+        poison = hn::MulAdd(elements, hn::Zero(Narrow()), poison);
+        store_quads(elements, value + std::int64_t{c / 4} * 4 * layout.block + c % 4, std::int64_t{4} * layout.block);
       }
     }
     for (std::int32_t t = count; t % kKeyGroup != 0; ++t) {
@@ -263,7 +285,7 @@ struct Tile {
         at<float>(layout.v)[std::int64_t{c / 4} * 4 * layout.block + std::int64_t{t} * 4 + c % 4] = 0.0F;
       }
     }
-    return hn::AllTrue(d4, hn::Eq(poison, hn::Zero(d4)));
+    return hn::AllTrue(Narrow(), hn::Eq(poison, hn::Zero(Narrow())));
   }
 
   /// Fills the visibility of a panel's rows for keys begin .. end - 1 of a block.
@@ -353,7 +375,7 @@ struct Tile {
     std::int32_t count = 0;
     for (std::int32_t first = keys.begin; first < keys.end; first += count) {
       count = std::min(layout.block, keys.end - first);
-      const bool finite = load_block(first, count);
+      const bool finite = load_block(first, count, std::min(kTileKeysAhead, keys.end - first - count));
       for (std::int32_t panel = 0; panel < rows; panel += 3 * kLanes) {
         switch (width(panel) / kLanes) {
           case 1:
