@@ -117,6 +117,10 @@ class Backend {
   /// upload().
   virtual std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) = 0;
   virtual void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) = 0;
+  /// upload() into what the caller's own graphs read: in the order of `stream` itself, the default stream included.
+  virtual void rewrite(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) {
+    upload(device_slice, staged, stream);
+  }
 
   /// Copies arrays out of the device's memory, after all that was enqueued on `stream`, and waits for that.
   virtual void fetch(std::span<const HostCopy> arrays, Stream stream) = 0;

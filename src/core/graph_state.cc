@@ -531,7 +531,7 @@ std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {
     }
   }
   write_table(table, staged.data() + table_.indptr - begin);
-  backend_->upload(memory_ + begin, staged, stream);
+  backend_->rewrite(memory_ + begin, staged, stream);
   if (!same_plan) {
     for (std::size_t i = 0; i < kinds_.size(); ++i) kinds_[i].shape = next_[i];
     ++stats_.plans;
@@ -558,7 +558,9 @@ std::int32_t GraphState::prepare(const PageTable& table, Stream stream) {
     fail(Reason::kOptions, "the session plans on the device from its live table: call replay()");
   }
   if (graphs_ == nullptr) active_ = kNoBucket;  // a step that was begun would go on with the new table
-  return buckets_[prepare_bucket(table, stream)];
+  const std::size_t bucket = prepare_bucket(table, stream);
+  if (graphs_ != nullptr) graphs_->follow(stream);  // also where the plan stands already: it came on some other stream
+  return buckets_[bucket];
 }
 
 void GraphState::step(const PageTable& table, Stream stream) { replay(prepare(table, stream), stream); }

@@ -170,8 +170,12 @@ class CudaBackend final : public Backend {
   std::byte* allocate(std::size_t bytes, Stream stream) override;
   void release(std::byte* memory, std::size_t bytes, Stream stream) noexcept override;
   std::span<std::byte> stage(std::byte* device_slice, std::size_t bytes) override;
-  void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) override;
-
+  void upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) override {
+    send(device_slice, staged, own_or(stream));
+  }
+  void rewrite(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) override {
+    send(device_slice, staged, static_cast<cudaStream_t>(stream));
+  }
   void fetch(std::span<const HostCopy> arrays, Stream stream) override;
 
   void attend(const AttentionLaunch& launch) override;
@@ -193,6 +197,7 @@ class CudaBackend final : public Backend {
   cudaStream_t own_or(Stream stream) const noexcept {
     return stream == nullptr ? own_ : static_cast<cudaStream_t>(stream);
   }
+  void send(std::byte* device_slice, std::span<const std::byte> staged, cudaStream_t stream);
   AttentionArgs describe(const AttentionLaunch& launch, const DeviceTable& table) const;
   /// Raises the kernel's shared memory limit, once.
   void prepare(const void* function, std::size_t shared_bytes);
@@ -363,12 +368,11 @@ std::span<std::byte> CudaBackend::stage(std::byte* /*device_slice*/, std::size_t
   return ring_.stage(bytes);
 }
 
-void CudaBackend::upload(std::byte* device_slice, std::span<const std::byte> staged, Stream stream) {
+void CudaBackend::send(std::byte* device_slice, std::span<const std::byte> staged, cudaStream_t stream) {
   const DeviceGuard guard(device_);
-  const cudaStream_t on = own_or(stream);
-  refuse_capture(on);
-  Timeline::Entry entry(timeline_, on);
-  ring_.upload(device_slice, staged, on);
+  refuse_capture(stream);
+  Timeline::Entry entry(timeline_, stream);
+  ring_.upload(device_slice, staged, stream);
   entry.leave();
 }
 

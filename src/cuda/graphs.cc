@@ -36,6 +36,11 @@ class Graphs::ExecutableGraph final : public Recording {
   cudaGraphExec_t graph_ = nullptr;
 };
 
+void Graphs::follow(Stream stream) {
+  const DeviceGuard guard(device_);
+  timeline_.enter(static_cast<cudaStream_t>(stream));
+}
+
 void Graphs::begin(Stream stream) {
   const DeviceGuard guard(device_);
   if (stream == nullptr) fail(Reason::kOptions, "stream is null, and CUDA captures no default stream");

@@ -13,6 +13,7 @@ class Graphs final : public GraphBackend {
   /// Replays are part of `timeline`, which must outlive this.
   Graphs(int device, Timeline& timeline) : device_(device), timeline_(timeline) {}
 
+  void follow(Stream stream) override;
   void begin(Stream stream) override;
   std::unique_ptr<Recording> end(Stream stream) override;
   void abandon(Stream stream) noexcept override;

@@ -160,6 +160,72 @@ TEST_F(CudaGraph, ACaptureOfTheCallersOwn) {
   for (const auto& [batch, executable] : graphs) cudaGraphExecDestroy(executable);
 }
 
+// The library does not see replays of the caller's graphs: only streams order them with what prepare() writes.
+TEST_F(CudaGraph, PreparingIsOrderedWithReplaysOfTheCallersOwn) {
+  Captured captured(kDevice, decode_case(8), rng_);
+  Problem other(kDevice, decode_case(8), rng_);
+  const TestStream elsewhere(kDevice);
+  const auto workspace = make_workspace(kDevice);
+  const StepSpec spec = captured.spec();
+  GraphOptions options = captured.options(8 * 44);
+  options.buckets = {8};
+  GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, options);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
+  session.begin(8, stream());
+  session.run(captured.problem().q().device(), captured.problem().cache().device(), captured.problem().out().device(),
+              captured.problem().device_lse(), {}, stream());
+  ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  cudaGraphDestroy(graph);
+
+  other.call(*workspace);  // loads its kernel, which may wait for all streams
+
+  cudaStream_t const streams[] = {nullptr, stream()};
+  for (cudaStream_t const on : streams) {
+    SCOPED_TRACE(on == nullptr ? "the default stream" : "a stream of the caller's");
+    const auto replay = [&] { ASSERT_EQ(cudaGraphLaunch(executable, on), cudaSuccess); };
+    const auto is_right = [&](const PageTable& table) {
+      EXPECT_EQ(cudaStreamSynchronize(on), cudaSuccess);
+      return captured.check(table, 8);
+    };
+    const PageTable first = captured.random_table(8, 700);
+    const PageTable second = captured.random_table(8, 700);
+    {
+      // What the workspace did before, on another stream, is not done yet.
+      captured.problem().poison_outputs();
+      Gate gate(static_cast<cudaStream_t>(elsewhere.get()));
+      workspace->decode(other.q().device(), other.cache().device(), other.table(), other.description().params,
+                        other.out().device(), other.device_lse(), {}, elsewhere.get());
+      session.prepare(first, on);
+      replay();
+      gate.release();
+      EXPECT_TRUE(is_right(first)) << "the replay did not wait for its plan";
+    }
+    {
+      // The last replay has not begun yet when the next plan is made.
+      captured.problem().poison_outputs();
+      Gate gate(on);
+      replay();
+      session.prepare(second, on);
+      gate.release();
+      EXPECT_TRUE(is_right(first)) << "the plan was rewritten under a replay";
+    }
+    {
+      // The plan stands, but its upload elsewhere has not happened yet.
+      captured.problem().poison_outputs();
+      Gate gate(static_cast<cudaStream_t>(elsewhere.get()));
+      session.prepare(first, elsewhere.get());
+      session.prepare(first, on);
+      replay();
+      gate.release();
+      EXPECT_TRUE(is_right(first)) << "the replay did not wait for a plan made on another stream";
+    }
+  }
+  cudaGraphExecDestroy(executable);
+}
+
 TEST_F(CudaGraph, AGraphOfAnotherBucketThanThePreparedOneIsStopped) {
   Captured captured(kDevice, decode_case(8), rng_);
   const auto workspace = make_workspace(kDevice);
