@@ -18,6 +18,17 @@ struct MemoryRun {
   const std::byte* end = nullptr;
 };
 
+/// Lines for a loop to request, one a call.
+struct Lines {
+  const std::byte* line;
+  std::ptrdiff_t step;
+
+  HWY_INLINE void operator()() noexcept {
+    __builtin_prefetch(line, 0, 2);
+    line += step;
+  }
+};
+
 /// Runs that are to be fetched; the caller keeps the array. A line that is cached stands in where there is nothing to
 /// request, so that callers need no branch.
 class FetchList {
@@ -31,6 +42,7 @@ class FetchList {
 
   explicit FetchList(const std::byte* cached) noexcept : cached_(cached) {}
 
+  Lines stand_in() const noexcept { return {cached_, 0}; }
   /// Where no end is ever reached.
   static Place nothing(const std::byte* cached) noexcept { return {cached, cached + 1, 0}; }
 
@@ -55,8 +67,7 @@ class FetchList {
   const std::byte* cached_;
 };
 
-/// Each call requests the next line of a list. Small and copied into the loops that use it, where it stays in
-/// registers.
+/// Each call requests the next line of a list.
 class Fetch {
  public:
   explicit Fetch(FetchList& list) noexcept : list_(&list), place_(list.next()) {}
@@ -67,6 +78,18 @@ class Fetch {
     __builtin_prefetch(place_.line, 0, 2);
     place_.line += place_.step;
     if (HWY_UNLIKELY(place_.line >= place_.end)) place_ = list_->next();
+  }
+
+  /// The next `count` lines for a loop that has no room for more than a pointer: where they do not lie together, they
+  /// are requested at once, and the loop repeats a cached one.
+  HWY_INLINE Lines take(std::int32_t count) noexcept {
+    if (HWY_LIKELY(place_.step == 0 || place_.end - place_.line > count * kLineBytes)) {
+      const Lines lines{place_.line, place_.step};
+      place_.line += count * place_.step;
+      return lines;
+    }
+    for (std::int32_t i = 0; i < count; ++i) (*this)();
+    return list_->stand_in();
   }
 
   /// After runs were added to the list.

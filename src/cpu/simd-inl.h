@@ -17,6 +17,11 @@
 #include "cpu/elements.h"
 #include "hwy/highway.h"
 
+/// Of a lambda in an inner loop, which must not become a call.
+#ifndef FIW_INLINE_LAMBDA
+#define FIW_INLINE_LAMBDA HWY_ATTR __attribute__((always_inline))
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace fiw::cpu::HWY_NAMESPACE {
 

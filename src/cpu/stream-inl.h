@@ -11,6 +11,7 @@
 #include <bit>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/fetch.h"
 #include "cpu/finish-inl.h"
@@ -83,6 +84,14 @@ HWY_INLINE void sum_lanes(D d, hn::Vec<D> a, hn::Vec<D> b, hn::Vec<D> c, hn::Vec
 #endif
 }
 
+/// Calls f(std::integral_constant<int, i>) for i in 0 .. kCount - 1. An array indexed so from the start is kept in
+/// registers; of one that a loop indexes, unrolled later, g++ keeps a copy in memory up to date.
+template <int kCount, class F>
+HWY_INLINE void for_constants(const F& f) {
+  [&]<int... kI>(std::integer_sequence<int, kI...>) FIW_INLINE_LAMBDA { (f(std::integral_constant<int, kI>()), ...); }
+  (std::make_integer_sequence<int, kCount>());
+}
+
 /// Keys in flight at once: as many sums as 16 registers allow.
 template <int kRows>
 inline constexpr int kKeysAtOnce = kRows == 4   ? 3
@@ -106,49 +115,42 @@ HWY_INLINE void dot_keys(D d, const float* HWY_RESTRICT q, std::int32_t dim,
   constexpr auto kLanes = static_cast<std::int32_t>(hn::MaxLanes(D()));
   constexpr std::int32_t kStep = std::max(kLine<Element>, 2 * kLanes);
   hn::Vec<D> sums[kKeys * kRows];
-  HWY_UNROLL(12)
-  for (int i = 0; i < kKeys * kRows; ++i) sums[i] = hn::Zero(d);
-  const auto add = [&](const hn::Vec<D>(&keys)[kKeys], std::int32_t c) HWY_ATTR {
-    HWY_UNROLL(4)
-    for (int r = 0; r < kRows; ++r) {
-      const auto row = hn::LoadU(d, q + r * dim + c);
-      HWY_UNROLL(8)
-      for (int t = 0; t < kKeys; ++t) sums[t * kRows + r] = hn::MulAdd(keys[t], row, sums[t * kRows + r]);
-    }
+  for_constants<kKeys * kRows>([&](auto i) FIW_INLINE_LAMBDA { sums[i()] = hn::Zero(d); });
+  const auto add = [&](const hn::Vec<D>(&keys)[kKeys], std::int32_t c) FIW_INLINE_LAMBDA {
+    for_constants<kRows>([&](auto r) FIW_INLINE_LAMBDA {
+      const auto row = hn::LoadU(d, q + r() * dim + c);
+      for_constants<kKeys>([&](auto t) FIW_INLINE_LAMBDA {
+        constexpr int kSum = t() * kRows + r();
+        sums[kSum] = hn::MulAdd(keys[t()], row, sums[kSum]);
+      });
+    });
   };
-  const auto add_pair = [&](std::int32_t c) HWY_ATTR {
+  const auto add_pair = [&](std::int32_t c) FIW_INLINE_LAMBDA {
     hn::Vec<D> keys[kKeys];
-    HWY_UNROLL(8)
-    for (int t = 0; t < kKeys; ++t) keys[t] = load_half<Element, 0>(d, k[t] + c);
+    for_constants<kKeys>([&](auto t) FIW_INLINE_LAMBDA { keys[t()] = load_half<Element, 0>(d, k[t()] + c); });
     add(keys, c);
-    HWY_UNROLL(8)
-    for (int t = 0; t < kKeys; ++t) keys[t] = load_half<Element, 1>(d, k[t] + c);
+    for_constants<kKeys>([&](auto t) FIW_INLINE_LAMBDA { keys[t()] = load_half<Element, 1>(d, k[t()] + c); });
     add(keys, c + kLanes);
   };
-  Fetch ahead = fetch;  // in registers
+  Lines ahead = fetch.take((dim + kLine<Element> - 1) / kLine<Element> * kKeys);
   std::int32_t c = 0;
   for (; c + kStep <= dim; c += kStep) {
-    HWY_UNROLL(16)
-    for (std::int32_t i = 0; i < kStep; i += 2 * kLanes) add_pair(c + i);
-    HWY_UNROLL(16)
-    for (std::int32_t i = 0; i < kStep / kLine<Element> * kKeys; ++i) ahead();
+    for_constants<kStep / (2 * kLanes)>([&](auto i) FIW_INLINE_LAMBDA { add_pair(c + i() * 2 * kLanes); });
+    for_constants<kStep / kLine<Element> * kKeys>([&](auto) FIW_INLINE_LAMBDA { ahead(); });
   }
   if (c < dim) {
-    HWY_UNROLL(8)
-    for (int t = 0; t < kKeys; ++t) ahead();
+    for_constants<kKeys>([&](auto) FIW_INLINE_LAMBDA { ahead(); });
     for (; c + 2 * kLanes <= dim; c += 2 * kLanes) add_pair(c);
     if (c < dim) {
       hn::Vec<D> keys[kKeys];
-      HWY_UNROLL(8)
-      for (int t = 0; t < kKeys; ++t) keys[t] = load<Element>(d, k[t] + c);
+      for_constants<kKeys>([&](auto t) FIW_INLINE_LAMBDA { keys[t()] = load<Element>(d, k[t()] + c); });
       add(keys, c);
     }
   }
-  fetch = ahead;
-  HWY_UNROLL(4)
-  for (int i = 0; i < kKeys * kRows; i += 4) {
-    sum_lanes(d, sums[i], sums[i + 1], sums[i + 2], sums[i + 3], logits + i);
-  }
+  for_constants<kKeys * kRows / 4>([&](auto i) FIW_INLINE_LAMBDA {
+    constexpr int kAt = 4 * i();
+    sum_lanes(d, sums[kAt], sums[kAt + 1], sums[kAt + 2], sums[kAt + 3], logits + kAt);
+  });
 }
 
 /// acc += sum over keys of weight * value, for kVectors vectors in pair order that start at element `first`. Meanwhile
@@ -163,47 +165,36 @@ HWY_INLINE void add_values(D d, const float* HWY_RESTRICT weights, std::int32_t 
   v += first;
   acc += first;
   hn::Vec<D> sums[kRows * kVectors];
-  HWY_UNROLL(4)
-  for (int r = 0; r < kRows; ++r) {
-    HWY_UNROLL(8)
-    for (int c = 0; c < kVectors; ++c) sums[r * kVectors + c] = hn::LoadU(d, acc + r * dim + c * kLanes);
-  }
-  const auto add = [&](std::int32_t t) HWY_ATTR {
+  const auto for_sums = [&](const auto& f) FIW_INLINE_LAMBDA {
+    for_constants<kRows * kVectors>(
+        [&](auto i) FIW_INLINE_LAMBDA { f(sums[i()], acc + i() / kVectors * dim + i() % kVectors * kLanes); });
+  };
+  for_sums([&](auto& sum, const float* from) FIW_INLINE_LAMBDA { sum = hn::LoadU(d, from); });
+  const auto add = [&](std::int32_t t) FIW_INLINE_LAMBDA {
     const auto* from = v + offsets[t];
     hn::Vec<D> values[kVectors];
     if constexpr (kVectors == 1) {
       values[0] = load<Element>(d, from);
     } else {
-      HWY_UNROLL(4)
-      for (int c = 0; c < kVectors; c += 2) {
-        values[c] = load_half<Element, 0>(d, from + c * kLanes);
-        values[c + 1] = load_half<Element, 1>(d, from + c * kLanes);
-      }
+      for_constants<kVectors>(
+          [&](auto c) FIW_INLINE_LAMBDA { values[c()] = load_half<Element, c() % 2>(d, from + c() / 2 * 2 * kLanes); });
     }
-    HWY_UNROLL(4)
-    for (int r = 0; r < kRows; ++r) {
-      const auto weight = hn::Set(d, weights[t * kStride + r]);
-      HWY_UNROLL(8)
-      for (int c = 0; c < kVectors; ++c) {
-        sums[r * kVectors + c] = hn::MulAdd(values[c], weight, sums[r * kVectors + c]);
-      }
-    }
+    for_constants<kRows>([&](auto r) FIW_INLINE_LAMBDA {
+      const auto weight = hn::Set(d, weights[t * kStride + r()]);
+      for_constants<kVectors>([&](auto c) FIW_INLINE_LAMBDA {
+        constexpr int kSum = r() * kVectors + c();
+        sums[kSum] = hn::MulAdd(values[c()], weight, sums[kSum]);
+      });
+    });
   };
-  Fetch ahead = fetch;  // in registers
+  Lines ahead = fetch.take(count / kTurn * (kTurn * kWidth / kLine<Element>));
   std::int32_t t = 0;
   for (; t + kTurn <= count; t += kTurn) {
-    HWY_UNROLL(8)
-    for (std::int32_t i = 0; i < kTurn; ++i) add(t + i);
-    HWY_UNROLL(8)
-    for (std::int32_t i = 0; i < kTurn * kWidth / kLine<Element>; ++i) ahead();
+    for_constants<kTurn>([&](auto i) FIW_INLINE_LAMBDA { add(t + i()); });
+    for_constants<kTurn * kWidth / kLine<Element>>([&](auto) FIW_INLINE_LAMBDA { ahead(); });
   }
   for (; t < count; ++t) add(t);
-  fetch = ahead;
-  HWY_UNROLL(4)
-  for (int r = 0; r < kRows; ++r) {
-    HWY_UNROLL(8)
-    for (int c = 0; c < kVectors; ++c) hn::StoreU(sums[r * kVectors + c], d, acc + r * dim + c * kLanes);
-  }
+  for_sums([&](auto sum, float* to) FIW_INLINE_LAMBDA { hn::StoreU(sum, d, to); });
 }
 
 /// As add_values for whole rows of `dim` elements.
