@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -478,17 +479,17 @@ void GraphState::plan_kinds(std::size_t bucket) {
 }
 
 void GraphState::write_table(const PageTable& table, std::byte* base) const {
-  const auto batch = static_cast<std::size_t>(table.batch());
-  const auto ints = [&](std::size_t offset) { return reinterpret_cast<std::int32_t*>(base + offset - table_.indptr); };
-  std::int32_t* const indptr = std::ranges::copy(table.indptr(), ints(table_.indptr)).out;
-  std::fill(indptr, ints(table_.last_page_len), table.indptr().back());
-  const auto padded = [&](std::span<const std::int32_t> values, std::size_t offset) {
-    std::ranges::copy(values, ints(offset));
-    std::fill_n(ints(offset) + batch, static_cast<std::size_t>(options_.max_batch) - batch, 0);
+  const auto at = [&](std::size_t offset) { return base + offset - table_.indptr; };
+  // As bytes: element by element, the page ids alone take 4 us of a step of 64 requests and 10,000 pages.
+  const auto put = [&](std::span<const std::int32_t> values, std::size_t offset) {
+    if (!values.empty()) std::memcpy(at(offset), values.data(), values.size_bytes());
+    return reinterpret_cast<std::int32_t*>(at(offset)) + values.size();
   };
-  padded(table.last_page_len(), table_.last_page_len);
-  padded(table.kv_lens(), table_.kv_lens);
-  std::ranges::copy(table.indices(), ints(table_.indices));
+  const auto padding = static_cast<std::size_t>(options_.max_batch - table.batch());
+  std::fill_n(put(table.indptr(), table_.indptr), padding, table.indptr().back());
+  std::fill_n(put(table.last_page_len(), table_.last_page_len), padding, 0);
+  std::fill_n(put(table.kv_lens(), table_.kv_lens), padding, 0);
+  put(table.indices(), table_.indices);
 }
 
 std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {
