@@ -485,15 +485,16 @@ TEST_F(PlanProperty, TheChunkIsTheShortestOfAllCandidates) {
     const Tiling::Totals totals = tiling.totals();
     const Grid grid(c.family, c.device, c.work);
     const ChunkRule rule(totals.uncut_items, grid);
+    const ChunkLimits limits = chunk_limits(totals.uncut_items, grid);
     const std::int32_t least = rule.least_chunk(totals.longest);
     const auto candidate = [&](std::int32_t n) { return nth_chunk(n, least, totals.longest); };
-    const auto shortest = [&](int limit) {
+    const auto shortest = [&](int i) {
       std::int32_t n = 0;
-      while (tiling.items(candidate(n)) > rule.limits[limit]) ++n;
+      while (tiling.items(candidate(n)) > limits[static_cast<std::size_t>(i)]) ++n;
       return candidate(n);
     };
     EXPECT_EQ(choose_chunk(tiling, totals, grid),
-              choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest}, rule))
+              choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest}, least, rule))
         << "round " << round;
   }
 }
