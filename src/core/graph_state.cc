@@ -43,9 +43,7 @@ void check_graph_options(const GraphOptions& options, std::int32_t window, std::
     fail(Reason::kSizeOverflow, "max_batch is {} and window {}: their product does not fit 32 bits", options.max_batch,
          window);
   }
-  // FlashInfer's kernels number the slots of a table so.
-  constexpr std::int64_t kMostSlots = std::int64_t{1} << 32;
-  if (std::int64_t{options.max_pages} * options.page_size > kMostSlots) {
+  if (std::int64_t{options.max_pages} * options.page_size > kMostTableSlots) {
     fail(Reason::kSizeOverflow, "max_pages is {} and page_size {}: 32 bits do not number so many slots",
          options.max_pages, options.page_size);
   }
