@@ -123,7 +123,7 @@ class ChunkSearch {
     const unsigned mask = kAllLanes >> (kWarp - each);
 #pragma unroll
     for (int i = 0; i < ChunkRule::kLimits; ++i) {
-      const unsigned chunks = counts_[kWarp + min(i * each + lane, kCounts - kWarp - 1)];
+      const unsigned chunks = counts_[kWarp + i * each + lane];
       found[i] += first_of(__ballot_sync(kAllLanes, chunks <= plan_.most_chunks[i] - uncut) & mask);
     }
     const auto shortest = [&](int i) { return chunk_at(i == 0 ? found[0] : i == 1 ? found[1] : found[2]); };
