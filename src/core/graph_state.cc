@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -42,9 +43,7 @@ void check_graph_options(const GraphOptions& options, std::int32_t window, std::
     fail(Reason::kSizeOverflow, "max_batch is {} and window {}: their product does not fit 32 bits", options.max_batch,
          window);
   }
-  // FlashInfer's kernels number the slots of a table so.
-  constexpr std::int64_t kMostSlots = std::int64_t{1} << 32;
-  if (std::int64_t{options.max_pages} * options.page_size > kMostSlots) {
+  if (std::int64_t{options.max_pages} * options.page_size > kMostTableSlots) {
     fail(Reason::kSizeOverflow, "max_pages is {} and page_size {}: 32 bits do not number so many slots",
          options.max_pages, options.page_size);
   }
@@ -478,17 +477,17 @@ void GraphState::plan_kinds(std::size_t bucket) {
 }
 
 void GraphState::write_table(const PageTable& table, std::byte* base) const {
-  const auto batch = static_cast<std::size_t>(table.batch());
-  const auto ints = [&](std::size_t offset) { return reinterpret_cast<std::int32_t*>(base + offset - table_.indptr); };
-  std::int32_t* const indptr = std::ranges::copy(table.indptr(), ints(table_.indptr)).out;
-  std::fill(indptr, ints(table_.last_page_len), table.indptr().back());
-  const auto padded = [&](std::span<const std::int32_t> values, std::size_t offset) {
-    std::ranges::copy(values, ints(offset));
-    std::fill_n(ints(offset) + batch, static_cast<std::size_t>(options_.max_batch) - batch, 0);
+  const auto at = [&](std::size_t offset) { return base + offset - table_.indptr; };
+  // As bytes: element by element, the page ids alone take 4 us of a step of 64 requests and 10,000 pages.
+  const auto put = [&](std::span<const std::int32_t> values, std::size_t offset) {
+    if (!values.empty()) std::memcpy(at(offset), values.data(), values.size_bytes());
+    return reinterpret_cast<std::int32_t*>(at(offset)) + values.size();
   };
-  padded(table.last_page_len(), table_.last_page_len);
-  padded(table.kv_lens(), table_.kv_lens);
-  std::ranges::copy(table.indices(), ints(table_.indices));
+  const auto padding = static_cast<std::size_t>(options_.max_batch - table.batch());
+  std::fill_n(put(table.indptr(), table_.indptr), padding, table.indptr().back());
+  std::fill_n(put(table.last_page_len(), table_.last_page_len), padding, 0);
+  std::fill_n(put(table.kv_lens(), table_.kv_lens), padding, 0);
+  put(table.indices(), table_.indices);
 }
 
 std::size_t GraphState::prepare_bucket(const PageTable& table, Stream stream) {

@@ -231,13 +231,17 @@ std::shared_ptr<PageTableData> grown(const PageTableData& old, const TokensOf& t
   data->indices.reserve(old.indices.size() + new_pages.size());
   data->last_page_len.reserve(batch);
   std::size_t taken = 0;
+  std::int32_t copied = 0;  // old pages, which are copied together where no request between them gains one
+  const auto copy_to = [&](std::int32_t end) {
+    data->indices.insert(data->indices.end(), old.indices.begin() + copied, old.indices.begin() + end);
+    copied = end;
+  };
   for (std::size_t r = 0; r < batch; ++r) {
     const std::int32_t tokens = tokens_of(r);
     if (tokens < 0) fail_at(r, Reason::kNewPages, "request {} grows by {} tokens, expected at least 0", r, tokens);
     const std::int32_t kv_len = checked_kv_len(static_cast<std::int64_t>(r), std::int64_t{old.kv_lens[r]} + tokens);
     const std::int64_t needed = ceil_div(kv_len, old.page_size);
-    data->indices.insert(data->indices.end(), old.indices.begin() + old.indptr[r],
-                         old.indices.begin() + old.indptr[r + 1]);
+    if (needed > old.page_counts[r]) copy_to(old.indptr[r + 1]);
     for (std::int64_t i = old.page_counts[r]; i < needed; ++i) {
       if (taken == new_pages.size()) {
         fail_at(r, Reason::kNewPages, "new_pages has {} entries, all used before request {} has its {} pages",
@@ -246,9 +250,10 @@ std::shared_ptr<PageTableData> grown(const PageTableData& old, const TokensOf& t
       check_index(static_cast<std::int64_t>(r), new_pages[taken], old.num_pages);
       data->indices.push_back(new_pages[taken++]);
     }
-    data->indptr.push_back(static_cast<std::int32_t>(data->indices.size()));
+    data->indptr.push_back(old.indptr[r + 1] + static_cast<std::int32_t>(taken));
     data->last_page_len.push_back(needed == 0 ? 0 : static_cast<std::int32_t>(kv_len - (needed - 1) * old.page_size));
   }
+  copy_to(old.indptr.back());
   if (taken != new_pages.size()) {
     fail(Reason::kNewPages, "new_pages has {} entries, the requests need {}", new_pages.size(), taken);
   }

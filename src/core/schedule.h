@@ -28,6 +28,8 @@ constexpr bool is_hopper(KernelFamily family) noexcept {
 
 /// Most packed (token, head-in-group) rows of a request that kCudaStream takes.
 inline constexpr std::int32_t kCudaStreamRows = 32;
+/// Token slots in the pages of one table, up to which FlashInfer's kernels number them, in 32 bits.
+inline constexpr std::int64_t kMostTableSlots = std::int64_t{1} << 32;
 /// Packed (token, head-in-group) rows of a kCpuTile query tile: whole panels of 12, 24 and 48 rows.
 inline constexpr std::int32_t kCpuTileRows = 288;
 /// Most query tokens a request that kCpuStream takes; bounds the scratch it can ask for.

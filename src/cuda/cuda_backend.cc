@@ -76,11 +76,10 @@ std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
   return shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows;
 }
 
-/// FlashInfer's kernels number the slots of a page table in 32 bits. A captured step's table was sized so.
+/// A captured step's table was sized so.
 bool numbers_slots(const AttentionLaunch& launch) noexcept {
   if (launch.kv == nullptr || launch.fixed != nullptr) return true;
-  constexpr std::int64_t kMostSlots = std::int64_t{1} << 32;
-  return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <= kMostSlots;
+  return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <= kMostTableSlots;
 }
 
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
@@ -216,7 +215,7 @@ class CudaBackend final : public Backend {
 
   const int device_;
   const Allocator allocator_;
-  const RouteChoice route_;
+  const CudaRoute route_;
   DeviceProps props_;
   bool launches_ahead_ = false;
   cudaStream_t own_ = nullptr;
@@ -457,7 +456,7 @@ AttentionArgs CudaBackend::describe(const AttentionLaunch& launch, const DeviceT
 CudaBackend::Chosen CudaBackend::choose_kernel(const AttentionLaunch& launch, const StepSpec& spec,
                                                const AttentionArgs& args, const DeviceTable& table) const {
   const AttentionParams& params = *launch.params;
-  if (route_ == RouteChoice::kAny || !suits_kernels(launch)) return {};
+  if (route_ == CudaRoute::kAny || !suits_kernels(launch)) return {};
   if (launch.shape->family != KernelFamily::kCudaStream && !numbers_slots(launch)) return {};
   const bool options =
       params.logits_soft_cap > 0 || params.window_left >= 0 || spec.sinks || spec.alibi || args.k_head_scale != nullptr;

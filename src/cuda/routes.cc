@@ -135,47 +135,47 @@ bool small_decode(const RouteRequest& request) noexcept {
 
 }  // namespace
 
-RouteChoice route_from_environment() {
+CudaRoute route_from_environment() {
   const char* const value = std::getenv("FIW_CUDA_ROUTE");
   const std::string_view name(value == nullptr ? "" : value);
-  if (name.empty()) return RouteChoice::kTable;
-  if (name == "core") return RouteChoice::kCore;
-  if (name == "tile") return RouteChoice::kTile;
-  if (name == "hopper") return RouteChoice::kHopper;
-  if (name == "hopper_paged") return RouteChoice::kHopperPaged;
-  if (name == "any") return RouteChoice::kAny;
-  if (name == "stream") return RouteChoice::kStream;
+  if (name.empty()) return CudaRoute::kTable;
+  if (name == "core") return CudaRoute::kCore;
+  if (name == "tile") return CudaRoute::kTile;
+  if (name == "hopper") return CudaRoute::kHopper;
+  if (name == "hopper_paged") return CudaRoute::kHopperPaged;
+  if (name == "any") return CudaRoute::kAny;
+  if (name == "stream") return CudaRoute::kStream;
   fail(Reason::kOptions,
        "FIW_CUDA_ROUTE is \"{}\", expected \"core\", \"tile\", \"hopper\", \"hopper_paged\", \"any\" or \"stream\"",
        name);
 }
 
-KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, RouteChoice choice) {
+KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, CudaRoute choice) {
   constexpr std::int32_t kMostHeads = 65535;  // of a grid's third axis
   if (request.spec.params.num_kv_heads > kMostHeads) {
     unsupported(Reason::kHeadCount, "num_kv_heads is {}, on CUDA up to {} are served", request.spec.params.num_kv_heads,
                 kMostHeads);
   }
-  if (choice == RouteChoice::kAny) return KernelFamily::kTensorTile;
+  if (choice == CudaRoute::kAny) return KernelFamily::kTensorTile;
   refuse_unbuilt(request.spec);
-  if (choice == RouteChoice::kTile) return KernelFamily::kTensorTile;
+  if (choice == CudaRoute::kTile) return KernelFamily::kTensorTile;
   // Measured on an H200, batch 64, 4096 tokens, ahead of the others everywhere: with 32/8 heads 241 us against 254 on
   // tiles, of fp8 130 against 236, windows of 8 tokens 249 against 281; with 32/32 heads 932 against 952 on the CUDA
   // cores.
   const bool stream = stream_serves(request, device);
-  if (stream && (choice == RouteChoice::kTable || choice == RouteChoice::kStream)) return KernelFamily::kCudaStream;
+  if (stream && (choice == CudaRoute::kTable || choice == CudaRoute::kStream)) return KernelFamily::kCudaStream;
   if (hopper_serves(request, device)) {
     constexpr double kNever = std::numeric_limits<double>::infinity();
     Costs costs = estimate(request, device);
-    if (choice == RouteChoice::kHopper || choice == RouteChoice::kHopperPaged) costs.tile = kNever;
-    if (choice == RouteChoice::kHopperPaged || !contiguous_serves(request)) costs.contiguous = kNever;
-    if (choice == RouteChoice::kHopper || !pages_serve(request)) costs.pages = kNever;
+    if (choice == CudaRoute::kHopper || choice == CudaRoute::kHopperPaged) costs.tile = kNever;
+    if (choice == CudaRoute::kHopperPaged || !contiguous_serves(request)) costs.contiguous = kNever;
+    if (choice == CudaRoute::kHopper || !pages_serve(request)) costs.pages = kNever;
     if (std::min(costs.contiguous, costs.pages) < costs.tile) {
       return costs.pages < costs.contiguous ? KernelFamily::kHopperPaged : KernelFamily::kHopper;
     }
   }
   const bool core_can = core_serves(request);
-  if (core_can && choice == RouteChoice::kCore) return KernelFamily::kCudaCore;
+  if (core_can && choice == CudaRoute::kCore) return KernelFamily::kCudaCore;
   if (stream) return KernelFamily::kCudaStream;
   if (!core_can) return KernelFamily::kTensorTile;
   // Measured on an H200, batch 64, 4096 tokens: with 32/32 heads both read 4.3 TB/s; with 32/8 heads the tiles read 4.1

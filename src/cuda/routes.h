@@ -8,12 +8,10 @@
 
 namespace fiw::cuda {
 
-using RouteChoice = CudaRoute;
-
 /// The family whose schedule serves a request; kUnsupported naming the option where only another build would serve it.
-KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, RouteChoice choice);
+KernelFamily choose_family(const RouteRequest& request, const DeviceProps& device, CudaRoute choice);
 /// Throws kInvalidArgument for an unknown name.
-RouteChoice route_from_environment();
+CudaRoute route_from_environment();
 
 /// Facts of one call that decide the tile kernel's variant.
 struct TileNeeds {

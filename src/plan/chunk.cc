@@ -2,7 +2,6 @@
 #include "plan/chunk.h"
 
 #include <algorithm>
-#include <bit>
 
 namespace fiw {
 namespace {
@@ -16,13 +15,6 @@ constexpr std::int64_t kStreamBlocksPerSm = 2;
 constexpr float kStreamMergeTokens = 16;
 // Threads differ in speed from moment to moment, so a CPU gets several items a thread.
 constexpr std::int64_t kCpuItemsPerThread = 4;
-
-/// The last index of nth_chunk with at most `pages` pages.
-std::int32_t index_of(std::int32_t pages) noexcept {
-  if (pages < 64) return pages;
-  const int octave = static_cast<int>(std::bit_width(static_cast<std::uint32_t>(pages))) - 5;
-  return octave * 32 + (pages >> (octave - 1)) - 32;
-}
 
 }  // namespace
 
@@ -54,21 +46,22 @@ Grid::Grid(KernelFamily family, const DeviceProps& device, const WorkLoad& work)
 
 std::int32_t choose_chunk(const Tiling& tiling, const Tiling::Totals& totals, const Grid& grid) noexcept {
   const ChunkRule rule(totals.uncut_items, grid);
+  const ChunkLimits limits = chunk_limits(totals.uncut_items, grid);
   const std::int32_t least = rule.least_chunk(totals.longest);
-  std::int32_t high = index_of(totals.longest) + 1;
+  std::int32_t high = chunk_index(totals.longest) + 1;
   const auto shortest = [&](int i) {
-    const std::int64_t limit = rule.limits[i];
+    const std::int64_t limit = limits[static_cast<std::size_t>(i)];
     const std::int64_t extra = limit - rule.uncut_items;
-    std::int32_t low = index_of(least);
+    std::int32_t low = chunk_index(least);
     // items(c) is at least walked / c, and at least uncut - 1 + longest / c; it is at most uncut + walked / c.
     const auto raise = [&](double pages, std::int64_t most) {
       const double bound = std::min<double>(totals.longest, pages / static_cast<double>(most));
-      low = std::max(low, index_of(static_cast<std::int32_t>(bound)));
+      low = std::max(low, chunk_index(static_cast<std::int32_t>(bound)));
     };
     raise(totals.walked_pages, limit);
     raise(totals.longest, extra + 1);
     const double enough = totals.walked_pages / static_cast<double>(extra);
-    if (enough < totals.longest) high = std::min(high, index_of(static_cast<std::int32_t>(enough) + 1) + 1);
+    if (enough < totals.longest) high = std::min(high, chunk_index(static_cast<std::int32_t>(enough) + 1) + 1);
     while (low < high) {
       const std::int32_t middle = low + (high - low) / 2;
       if (tiling.items(nth_chunk(middle, least, totals.longest)) > limit) {
@@ -79,7 +72,7 @@ std::int32_t choose_chunk(const Tiling& tiling, const Tiling::Totals& totals, co
     }
     return nth_chunk(high, least, totals.longest);
   };
-  return choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest}, rule);
+  return choose_chunk(shortest, {.visible_pages = totals.visible_pages, .longest = totals.longest}, least, rule);
 }
 
 }  // namespace fiw

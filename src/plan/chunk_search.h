@@ -2,7 +2,10 @@
 // defined without regard to how it is found, so that one may search step by step and the other all at once.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "plan/host_device.h"
@@ -24,6 +27,8 @@ struct GridSize {
 
   /// Items that splitting may add to a batch: two waves. See choose_chunk.
   std::int64_t spare_items() const { return 2 * slots / depth; }
+  /// In which the slots run so many items.
+  std::int64_t waves(std::int64_t items) const { return (items * depth + slots - 1) / slots; }
 };
 
 /// What the choice needs to know of a grid, and of a batch without its lengths. All divisions are in here.
@@ -33,25 +38,12 @@ struct ChunkRule {
   std::int64_t uncut_items = 0;
   std::int32_t min_chunk_pages = 1;
   float merge_pages = 0;
-  double slot_share = 1;           ///< of a slot, of the work of all items
-  double uncut_waves = 0;          ///< in which the slots run uncut_items
-  std::int64_t limits[kLimits]{};  ///< numbers of items that chunks are sought for, ascending
-  double waves[kLimits]{};         ///< in which the slots run so many
+  double slot_share = 1;    ///< of a slot, of the work of all items
+  double uncut_waves = 0;   ///< in which the slots run uncut_items
+  double waves[kLimits]{};  ///< in which the slots run as many items as each of chunk_limits() says
 
   ChunkRule() = default;
-  ChunkRule(std::int64_t uncut, const GridSize& grid)
-      : uncut_items(uncut),
-        min_chunk_pages(grid.min_chunk_pages),
-        merge_pages(grid.merge_pages),
-        slot_share(static_cast<double>(grid.depth) / static_cast<double>(grid.slots)) {
-    const auto waves_of = [&](std::int64_t items) { return (items * grid.depth + grid.slots - 1) / grid.slots; };
-    const std::int64_t first = waves_of(uncut);
-    uncut_waves = static_cast<double>(first);
-    limits[0] = first * grid.slots / grid.depth;
-    limits[1] = (first + 1) * grid.slots / grid.depth;
-    limits[2] = uncut + grid.spare_items();
-    for (int i = 0; i < kLimits; ++i) waves[i] = static_cast<double>(waves_of(limits[i]));
-  }
+  ChunkRule(std::int64_t uncut, const GridSize& grid);
 
   /// Pages of the least chunk worth cutting from a request of `longest`: n chunks take longest / n + n * merge_pages.
   FIW_HOST_DEVICE std::int32_t least_chunk(std::int32_t longest) const {
@@ -60,31 +52,63 @@ struct ChunkRule {
   }
 };
 
-/// The chunks to choose among, in ascending order: every number of pages below 64, then 32 numbers an octave; none
-/// below `least`, and `longest` for all beyond. Any index is good.
+/// Numbers of items that chunks are sought for, ascending: what fits the waves of the uncut ones, what fits one wave
+/// more, and two waves' items more.
+using ChunkLimits = std::array<std::int64_t, ChunkRule::kLimits>;
+inline ChunkLimits chunk_limits(std::int64_t uncut, const GridSize& grid) {
+  const std::int64_t first = grid.waves(uncut);
+  return {first * grid.slots / grid.depth, (first + 1) * grid.slots / grid.depth, uncut + grid.spare_items()};
+}
+
+inline ChunkRule::ChunkRule(std::int64_t uncut, const GridSize& grid)
+    : uncut_items(uncut),
+      min_chunk_pages(grid.min_chunk_pages),
+      merge_pages(grid.merge_pages),
+      slot_share(static_cast<double>(grid.depth) / static_cast<double>(grid.slots)),
+      uncut_waves(static_cast<double>(grid.waves(uncut))) {
+  const ChunkLimits limits = chunk_limits(uncut, grid);
+  for (int i = 0; i < kLimits; ++i) waves[i] = static_cast<double>(grid.waves(limits[static_cast<std::size_t>(i)]));
+}
+
+/// The chunks to choose among are numbered in ascending order: every number of pages below 2 * kChunksAnOctave, then as
+/// many numbers an octave; none below the least, and the longest for all beyond.
+inline constexpr int kChunkBits = 5;
+inline constexpr std::int32_t kChunksAnOctave = 1 << kChunkBits;
+
+/// Any index is good.
 FIW_HOST_DEVICE inline std::int32_t nth_chunk(std::int32_t index, std::int32_t least, std::int32_t longest) {
-  constexpr std::int32_t kOctave = 32;
-  constexpr std::int32_t kMostOctaves = 31;
-  const std::int32_t octave = index / kOctave;
-  std::int64_t pages = index;
+  constexpr std::int32_t kMostOctaves = 31 - kChunkBits;  // beyond, 31 bits do not hold the pages
+  const std::int32_t octave = index / kChunksAnOctave;
   if (octave > kMostOctaves) return longest;
-  if (octave > 0) pages = static_cast<std::int64_t>(kOctave + index % kOctave) << (octave - 1);
+  const std::int32_t pages = octave <= 0 ? index : (kChunksAnOctave + index % kChunksAnOctave) << (octave - 1);
   if (pages < least) return least;
-  return pages < longest ? static_cast<std::int32_t>(pages) : longest;
+  return pages < longest ? pages : longest;
+}
+
+/// The last index whose chunk has at most `pages` pages (>= 0), where neither least nor longest forbids.
+FIW_HOST_DEVICE inline std::int32_t chunk_index(std::int32_t pages) {
+  if (pages < 2 * kChunksAnOctave) return pages;
+#ifdef __CUDA_ARCH__
+  const std::int32_t octave = 32 - __clz(pages) - kChunkBits;
+#else
+  const std::int32_t octave = static_cast<std::int32_t>(std::bit_width(static_cast<std::uint32_t>(pages))) - kChunkBits;
+#endif
+  return octave * kChunksAnOctave + (pages >> (octave - 1)) - kChunksAnOctave;
 }
 
 /// Pages a chunk, so that items handed to the slots in order finish early; totals.longest where cutting would not help.
-/// `shortest(i)` is the first nth_chunk that makes at most rule.limits[i] items.
+/// `least` is the rule's least chunk of that; `shortest(i)` is the first nth_chunk that makes at most as many items as
+/// the i-th of chunk_limits().
 ///
 /// Greedy dispatch finishes by min(waves * chunk, ideal + chunk), ideal being the work of a slot under perfect balance.
 /// The longest chunk that holds this to 1.25 * ideal wins, else the one that finishes earliest. Cutting at ideal / 2
 /// adds at most two waves of items, and so many are allowed: so a decode batch never takes more than 1.5 * ideal, or
 /// ideal and one least chunk where that is longer.
 template <class Shortest>
-FIW_HOST_DEVICE std::int32_t choose_chunk(const Shortest& shortest, const ChunkTotals& totals, const ChunkRule& rule) {
+FIW_HOST_DEVICE std::int32_t choose_chunk(const Shortest& shortest, const ChunkTotals& totals, std::int32_t least,
+                                          const ChunkRule& rule) {
   constexpr double kGoodBalance = 1.25;
-  std::int32_t chunk = totals.longest;
-  if (rule.uncut_items == 0 || chunk <= rule.least_chunk(chunk)) return chunk;
+  if (rule.uncut_items == 0 || totals.longest <= least) return totals.longest;
 
   const double ideal = totals.visible_pages * rule.slot_share;
   const auto finish = [&](double waves, std::int32_t pages) {
@@ -92,12 +116,10 @@ FIW_HOST_DEVICE std::int32_t choose_chunk(const Shortest& shortest, const ChunkT
     const double in_order = ideal + pages;
     return in_waves < in_order ? in_waves : in_order;
   };
-  std::int32_t best_chunk = chunk;
-  double best_finish = finish(rule.uncut_waves, chunk);
+  std::int32_t best_chunk = totals.longest;
+  double best_finish = finish(rule.uncut_waves, best_chunk);
   for (int i = 0; i < ChunkRule::kLimits && best_finish > kGoodBalance * ideal; ++i) {
-    const std::int32_t shorter = shortest(i);
-    if (shorter == chunk) continue;
-    chunk = shorter;
+    const std::int32_t chunk = shortest(i);
     const double candidate = finish(rule.waves[i], chunk);
     if (candidate < best_finish) {
       best_finish = candidate;

@@ -94,21 +94,6 @@ class LoadRing {
   std::size_t front_ = 0;
 };
 
-// Which works each worker of a group does, in order: chains through `next`, -1 at their ends.
-struct Chains {
-  std::span<std::int32_t> first;   // [workers]
-  std::span<std::int32_t> last;    // [workers]
-  std::span<std::int32_t> length;  // [workers]
-  std::span<std::int32_t> next;    // [works of the group]
-
-  void append(std::int32_t worker, std::int32_t work) noexcept {
-    next[work] = -1;
-    (length[worker] == 0 ? first[worker] : next[last[worker]]) = work;
-    last[worker] = work;
-    ++length[worker];
-  }
-};
-
 }  // namespace
 
 HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy) {
@@ -167,7 +152,7 @@ void write_hopper(const HopperShape& shape, const DeviceProps& device, const Wor
 
   // Bounded by the works of a group.
   const std::size_t slots = std::bit_ceil(static_cast<std::size_t>(group_workers));
-  const std::size_t word_count = 3 * static_cast<std::size_t>(group_workers) + group_works;
+  const std::size_t word_count = static_cast<std::size_t>(group_workers) + 1 + group_works;
   const std::size_t tile_bytes = 2 * static_cast<std::size_t>(tiles) * sizeof(TileWork);
   const std::size_t ring_bytes = slots * sizeof(LoadRing::Entry);
   static_assert(alignof(TileWork) <= alignof(LoadRing::Entry) && alignof(std::int32_t) <= alignof(TileWork));
@@ -181,18 +166,22 @@ void write_hopper(const HopperShape& shape, const DeviceProps& device, const Wor
   std::ranges::fill(ring_storage, LoadRing::Entry{});
   for (std::int32_t w = 0; w < group_workers; ++w) ring_storage[w] = {.load = 0, .worker = w};
   LoadRing ring(ring_storage);
+  const auto workers = static_cast<std::size_t>(group_workers);
   const std::span<std::int32_t> words(reinterpret_cast<std::int32_t*>(scratch.data() + ring_bytes + tile_bytes),
                                       word_count);
-  std::ranges::fill(words, 0);
-  const auto workers = static_cast<std::size_t>(group_workers);
-  Chains chains{.first = words.first(workers),
-                .last = words.subspan(workers, workers),
-                .length = words.subspan(2 * workers, workers),
-                .next = words.subspan(3 * workers)};
-  std::int32_t id = 0;
+  // Where each worker's next work goes: at first how many it has, one entry further on, which is then summed.
+  const std::span<std::int32_t> places = words.first(workers + 1);
+  const std::span<std::int32_t> worker_of = words.subspan(workers + 1);  // [works of the group]
+  std::ranges::fill(places, 0);
+  std::size_t id = 0;
   for (const TileWork& item : sorted) {
-    for (std::int32_t h = 0; h < group_heads; ++h) chains.append(ring.assign(item.cost, workers), id++);
+    for (std::int32_t h = 0; h < group_heads; ++h) {
+      const std::int32_t worker = ring.assign(item.cost, workers);
+      worker_of[id++] = worker;
+      ++places[worker + 1];
+    }
   }
+  std::partial_sum(places.begin(), places.end(), places.begin());
 
   const auto array = [&](std::size_t offset) { return reinterpret_cast<std::int32_t*>(out.data() + offset); };
   std::int32_t* const qo_tile = array(shape.qo_tile_indices);
@@ -203,20 +192,21 @@ void write_hopper(const HopperShape& shape, const DeviceProps& device, const Wor
   std::int32_t* const head = array(shape.head_indices);
   std::int32_t* const work_indptr = array(shape.work_indptr);
   std::int32_t* const request = array(shape.batch_indices);
-  const FastDiv per_tile(static_cast<std::uint32_t>(group_heads));
-  std::int32_t at = 0;
-  for (std::int32_t w = 0; w < group_workers; ++w) {
-    work_indptr[w] = at;
-    std::int32_t next = chains.length[w] == 0 ? -1 : chains.first[w];
-    for (; next >= 0; next = chains.next[next], ++at) {
-      const auto index = static_cast<std::int32_t>(per_tile.floor(static_cast<std::uint32_t>(next)));
-      const TileWork& item = sorted[index];
+  std::copy_n(places.begin(), group_workers, work_indptr);
+  id = 0;
+  for (const TileWork& item : sorted) {
+    const std::int32_t row = first_row(work, item.request);
+    const std::int32_t rows = work.qo_len(item.request);
+    const std::int32_t key = kv_indptr[item.request];
+    const std::int32_t keys = kv_lens[item.request];
+    for (std::int32_t h = 0; h < group_heads; ++h) {
+      const std::int32_t at = places[worker_of[id++]]++;
       qo_tile[at] = item.tile;
-      qo_start[at] = first_row(work, item.request);
-      kv_start[at] = kv_indptr[item.request];
-      qo_len[at] = work.qo_len(item.request);
-      kv_len[at] = kv_lens[item.request];
-      head[at] = next - index * group_heads;
+      qo_start[at] = row;
+      kv_start[at] = key;
+      qo_len[at] = rows;
+      kv_len[at] = keys;
+      head[at] = h;
       request[at] = item.request;
     }
   }

@@ -195,6 +195,8 @@ DevicePlan device_plan(const ScheduleShape& shape, const DeviceProps& device, co
   const Tiling tiling(shape.family, work, shape.tile_rows);
   const bool fixed = shape.split_kv && policy.fixed_chunk_tokens > 0;
   const std::int32_t tiles = tiling.tiles_of(work.uniform_qo_len);
+  const Grid grid(shape.family, device, work);
+  const std::int64_t uncut = std::int64_t{tiles} * work.batch();
   DevicePlan plan{.qo_len = work.uniform_qo_len,
                   .tiles = tiles,
                   .reach = tiling.reach_of(work.uniform_qo_len),
@@ -202,10 +204,11 @@ DevicePlan device_plan(const ScheduleShape& shape, const DeviceProps& device, co
                   .fixed_chunk_pages = fixed ? fixed_chunk_pages(work, policy) : 0,
                   .page_size = work.page_size,
                   .split_kv = shape.split_kv,
-                  .rule = ChunkRule(std::int64_t{tiles} * work.batch(), Grid(shape.family, device, work))};
-  for (int i = 0; i < ChunkRule::kLimits && tiles > 0; ++i) {
+                  .rule = ChunkRule(uncut, grid)};
+  const ChunkLimits limits = chunk_limits(uncut, grid);
+  for (std::size_t i = 0; i < limits.size() && tiles > 0; ++i) {
     plan.most_chunks[i] = static_cast<std::uint32_t>(
-        std::min<std::int64_t>(plan.rule.limits[i] / tiles, std::numeric_limits<std::uint32_t>::max()));
+        std::min<std::int64_t>(limits[i] / tiles, std::numeric_limits<std::uint32_t>::max()));
   }
   return plan;
 }

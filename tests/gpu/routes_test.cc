@@ -28,15 +28,15 @@ RouteRequest decode(std::int32_t num_kv_heads) {
   return request;
 }
 
-KernelFamily route(const RouteRequest& request, RouteChoice choice = RouteChoice::kTable) {
+KernelFamily route(const RouteRequest& request, CudaRoute choice = CudaRoute::kTable) {
   return choose_family(request, DeviceProps::h200(), choice);
 }
 
 TEST(CudaRoutes, FewRowsTakeOurOwnKernel) {
   for (const std::int32_t kv_heads : {1, 8, 32}) EXPECT_EQ(route(decode(kv_heads)), kCudaStream);
-  EXPECT_EQ(route(decode(8), RouteChoice::kCore), kCudaCore);
-  EXPECT_EQ(route(decode(32), RouteChoice::kTile), kTensorTile);
-  EXPECT_EQ(route(decode(8), RouteChoice::kHopper), kCudaStream) << "nothing that FA3 serves: the table decides";
+  EXPECT_EQ(route(decode(8), CudaRoute::kCore), kCudaCore);
+  EXPECT_EQ(route(decode(32), CudaRoute::kTile), kTensorTile);
+  EXPECT_EQ(route(decode(8), CudaRoute::kHopper), kCudaStream) << "nothing that FA3 serves: the table decides";
 
   const auto window = [](std::int64_t tokens, std::int32_t heads_a_group, auto&& change) {
     RouteRequest request = prefill(tokens, 4096);
@@ -67,9 +67,7 @@ TEST(CudaRoutes, FewRowsTakeOurOwnKernel) {
 TEST(CudaRoutes, OlderDevicesDecodeByFlashInfersKernels) {
   DeviceProps ampere = DeviceProps::h200();
   ampere.compute_capability = 80;
-  const auto on_ampere = [&](const RouteRequest& request) {
-    return choose_family(request, ampere, RouteChoice::kTable);
-  };
+  const auto on_ampere = [&](const RouteRequest& request) { return choose_family(request, ampere, CudaRoute::kTable); };
   EXPECT_EQ(on_ampere(decode(8)), kTensorTile);
   EXPECT_EQ(on_ampere(decode(32)), kCudaCore);
   RouteRequest few_keys = decode(8);
@@ -84,15 +82,15 @@ TEST(CudaRoutes, LongPrefillTakesHopper) {
   EXPECT_EQ(route(prefill(512, 32768)), kHopperPaged);
   EXPECT_EQ(route(prefill(16, 8192)), kTensorTile);
   EXPECT_EQ(route(prefill(128, 8192)), kTensorTile);
-  EXPECT_EQ(route(prefill(8192, 8192), RouteChoice::kHopper), kHopper);
-  EXPECT_EQ(route(prefill(16, 8192), RouteChoice::kHopperPaged), kHopperPaged);
+  EXPECT_EQ(route(prefill(8192, 8192), CudaRoute::kHopper), kHopper);
+  EXPECT_EQ(route(prefill(16, 8192), CudaRoute::kHopperPaged), kHopperPaged);
   RouteRequest ragged = prefill(8192, 8192);
   ragged.paged = false;
   EXPECT_EQ(route(ragged), kHopper);
-  EXPECT_EQ(route(ragged, RouteChoice::kHopperPaged), kTensorTile) << "no pages";
+  EXPECT_EQ(route(ragged, CudaRoute::kHopperPaged), kTensorTile) << "no pages";
   DeviceProps ampere = DeviceProps::h200();
   ampere.compute_capability = 80;
-  EXPECT_EQ(choose_family(prefill(8192, 8192), ampere, RouteChoice::kHopper), kTensorTile);
+  EXPECT_EQ(choose_family(prefill(8192, 8192), ampere, CudaRoute::kHopper), kTensorTile);
 }
 
 TEST(CudaRoutes, SmallPagesAreCopiedTogetherWhereThatFits) {
@@ -101,7 +99,7 @@ TEST(CudaRoutes, SmallPagesAreCopiedTogetherWhereThatFits) {
   EXPECT_EQ(route(request), kHopper);
   request.scratch_limit = gather_bytes(request.spec, request.total_kv) - 1;
   EXPECT_EQ(route(request), kHopperPaged);
-  EXPECT_EQ(route(request, RouteChoice::kHopper), kTensorTile);
+  EXPECT_EQ(route(request, CudaRoute::kHopper), kTensorTile);
   request.page_size = 16;
   EXPECT_EQ(route(request), kHopperPaged);
 
@@ -117,7 +115,7 @@ TEST(CudaRoutes, WhatHopperCannotServeTakesTiles) {
     change(request);
     return request;
   };
-  for (const RouteChoice choice : {RouteChoice::kTable, RouteChoice::kHopper, RouteChoice::kHopperPaged}) {
+  for (const CudaRoute choice : {CudaRoute::kTable, CudaRoute::kHopper, CudaRoute::kHopperPaged}) {
     EXPECT_NE(route(changed([](auto& r) { r.spec.params.window_left = 4095; }), choice), kTensorTile);
     EXPECT_NE(route(changed([](auto& r) { r.spec.params.logits_soft_cap = 50; }), choice), kTensorTile);
     EXPECT_NE(route(changed([](auto& r) { r.spec.sinks = true; }), choice), kTensorTile);
