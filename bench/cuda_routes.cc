@@ -33,15 +33,15 @@ constexpr double kGoal = 1.03;
 
 struct Route {
   const char* name;
-  cuda::RouteChoice choice;
+  CudaRoute choice;
   KernelFamily family;
 };
 
-constexpr Route kRoutes[] = {{"stream", cuda::RouteChoice::kStream, KernelFamily::kCudaStream},
-                             {"core", cuda::RouteChoice::kCore, KernelFamily::kCudaCore},
-                             {"tile", cuda::RouteChoice::kTile, KernelFamily::kTensorTile},
-                             {"hopper", cuda::RouteChoice::kHopper, KernelFamily::kHopper},
-                             {"hopper_paged", cuda::RouteChoice::kHopperPaged, KernelFamily::kHopperPaged}};
+constexpr Route kRoutes[] = {{"stream", CudaRoute::kStream, KernelFamily::kCudaStream},
+                             {"core", CudaRoute::kCore, KernelFamily::kCudaCore},
+                             {"tile", CudaRoute::kTile, KernelFamily::kTensorTile},
+                             {"hopper", CudaRoute::kHopper, KernelFamily::kHopper},
+                             {"hopper_paged", CudaRoute::kHopperPaged, KernelFamily::kHopperPaged}};
 constexpr std::size_t kNumRoutes = std::size(kRoutes);
 
 enum class Call { kDecode, kVerify, kPrefill, kRagged };
@@ -261,7 +261,7 @@ class Bench {
     }
     prepare(shape);
     Result result;
-    const KernelFamily chosen = family(shape, cuda::RouteChoice::kTable);
+    const KernelFamily chosen = family(shape, CudaRoute::kTable);
     std::vector<float> first;
     std::vector<double> times[kNumRoutes];
     int calls[kNumRoutes] = {};
@@ -306,7 +306,7 @@ class Bench {
     return most;
   }
 
-  KernelFamily family(const Shape& shape, cuda::RouteChoice choice) const {
+  KernelFamily family(const Shape& shape, CudaRoute choice) const {
     return cuda::choose_family(
         {.spec = shape.spec(),
          .page_size = shape.page_size,
