@@ -41,7 +41,8 @@ constexpr Route kRoutes[] = {{"stream", cuda::RouteChoice::kStream, KernelFamily
                              {"core", cuda::RouteChoice::kCore, KernelFamily::kCudaCore},
                              {"tile", cuda::RouteChoice::kTile, KernelFamily::kTensorTile},
                              {"hopper", cuda::RouteChoice::kHopper, KernelFamily::kHopper},
-                             {"hopper_paged", cuda::RouteChoice::kHopperPaged, KernelFamily::kHopperPaged}};
+                             {"hopper_paged", cuda::RouteChoice::kHopperPaged, KernelFamily::kHopperPaged},
+                             {"prefill", cuda::RouteChoice::kPrefill, KernelFamily::kPrefill}};
 constexpr std::size_t kNumRoutes = std::size(kRoutes);
 
 enum class Call { kDecode, kVerify, kPrefill, kRagged };

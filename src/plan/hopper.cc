@@ -1,4 +1,4 @@
-// Work lists for the persistent FA3 kernel: every SM walks its own list of (query tile, head) works.
+// Work lists for persistent kernels, FA3 and ours: every SM walks its own list of (query tile, head) works.
 //
 // Longest work first, always onto the least loaded SM. All heads have the same works, which is used twice: SMs and
 // heads are cut into as many equal groups as both allow, one group is scheduled and the others repeat it with other
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -21,8 +22,21 @@ namespace {
 constexpr std::size_t kAlignment = 16;
 constexpr std::int64_t kInt32Max = std::numeric_limits<std::int32_t>::max();
 
-// The kernel's query tile, in tokens: it does not pack the heads of a group.
-std::int32_t tile_tokens(const WorkLoad& work) noexcept { return work.head_dim_vo < 128 ? 192 : 128; }
+// How the rows of a request are cut.
+struct Cut {
+  std::int32_t tile_rows;
+  std::int32_t rows_per_token;
+  std::int32_t heads;  ///< that have works of their own
+
+  std::int64_t tiles(std::int32_t qo_len) const noexcept {
+    return ceil_div(std::int64_t{qo_len} * rows_per_token, std::int64_t{tile_rows});
+  }
+};
+
+Cut cut_of(KernelFamily family, const WorkLoad& work, std::int32_t tile_rows) noexcept {
+  if (family == KernelFamily::kPrefill) return {tile_rows, work.group_size(), work.num_kv_heads};
+  return {tile_rows, 1, work.num_qo_heads};  // FA3 does not pack the heads of a group
+}
 
 std::int32_t first_row(const WorkLoad& work, std::int32_t r) noexcept {
   return work.qo_indptr.empty() ? r * work.uniform_qo_len : work.qo_indptr[r];
@@ -36,23 +50,54 @@ struct TileWork {
 };
 
 // Keys that a tile reads, and twice its rows for loading queries and storing outputs.
-std::int32_t tile_cost(const WorkLoad& work, std::int32_t qo_len, std::int32_t kv_len, std::int32_t tile) noexcept {
-  const std::int64_t rows = tile_tokens(work);
+std::int32_t tile_cost(const Cut& cut, const WorkLoad& work, std::int32_t qo_len, std::int32_t kv_len,
+                       std::int32_t tile) noexcept {
+  const std::int64_t rows = cut.tile_rows;
   std::int64_t end = kv_len;
-  if (work.causal) end = std::clamp<std::int64_t>(kv_len - std::int64_t{qo_len} + (tile + 1) * rows, 0, kv_len);
-  if (work.window_left >= 0) end = std::min(end, work.window_left + rows);
+  const std::int64_t last_token = ceil_div((tile + 1) * rows, std::int64_t{cut.rows_per_token});
+  if (work.causal) end = std::clamp<std::int64_t>(kv_len - std::int64_t{qo_len} + last_token, 0, kv_len);
+  if (work.window_left >= 0) end = std::min(end, work.window_left + ceil_div(rows, std::int64_t{cut.rows_per_token}));
   return static_cast<std::int32_t>(std::min(end + 2 * rows, kInt32Max));
 }
 
+// The tile height of our prefill kernel with which the multiprocessors end first. Tall tiles read keys less often;
+// where few works are equally long, it counts how many a multiprocessor gets.
+std::int32_t prefill_rows(const DeviceProps& device, const WorkLoad& work) noexcept {
+  if (work.head_dim_vo == 64) return 192;
+  if (work.head_dim_vo != 128) return 128;
+  const auto estimate = [&](std::int32_t tile_rows) {
+    const Cut cut = cut_of(KernelFamily::kPrefill, work, tile_rows);
+    double total = 0;
+    double shortest = std::numeric_limits<double>::infinity();
+    double works = 0;
+    for (std::int32_t r = 0; r < work.batch(); ++r) {
+      const std::int32_t qo_len = work.qo_len(r);
+      const auto tiles = static_cast<std::int32_t>(cut.tiles(qo_len));
+      if (tiles == 0) continue;
+      const auto kv_len =
+          static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{work.kv_pages[r]} * work.page_size, kInt32Max));
+      const double first = tile_cost(cut, work, qo_len, kv_len, 0);
+      const double last = tile_cost(cut, work, qo_len, kv_len, tiles - 1);
+      total += tiles * (first + last) / 2 * cut.heads;
+      shortest = std::min(shortest, first);
+      works += static_cast<double>(tiles) * cut.heads;
+    }
+    const double rounds = std::ceil(works / device.num_workers);
+    return tile_rows * std::max(total / device.num_workers, rounds * shortest);
+  };
+  constexpr double kLowSlowness = 1.12;  // measured on an H200, apart from what begins and ends a tile
+  return estimate(192) <= kLowSlowness * estimate(128) ? 192 : 128;
+}
+
 // All tiles, in descending cost up to 1/256 of the largest: a counting sort, stable, so equal inputs give equal lists.
-void sort_tiles(const WorkLoad& work, std::span<const std::int32_t> kv_lens, std::span<TileWork> unsorted,
-                std::span<TileWork> sorted) noexcept {
+void sort_tiles(const Cut& cut, const WorkLoad& work, std::span<const std::int32_t> kv_lens,
+                std::span<TileWork> unsorted, std::span<TileWork> sorted) noexcept {
   std::size_t count = 0;
   std::int32_t largest = 1;
   for (std::int32_t r = 0; r < work.batch(); ++r) {
     const std::int32_t qo_len = work.qo_len(r);
-    for (std::int32_t tile = ceil_div(qo_len, tile_tokens(work)) - 1; tile >= 0; --tile) {
-      const std::int32_t cost = tile_cost(work, qo_len, kv_lens[r], tile);
+    for (auto tile = static_cast<std::int32_t>(cut.tiles(qo_len)) - 1; tile >= 0; --tile) {
+      const std::int32_t cost = tile_cost(cut, work, qo_len, kv_lens[r], tile);
       unsorted[count++] = {r, tile, cost};
       largest = std::max(largest, cost);
     }
@@ -111,24 +156,31 @@ struct Chains {
 
 }  // namespace
 
-HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy) {
+std::int32_t hopper_tile_rows(KernelFamily family, const DeviceProps& device, const WorkLoad& work) noexcept {
+  if (family == KernelFamily::kPrefill) return prefill_rows(device, work);
+  return work.head_dim_vo < 128 ? 192 : 128;
+}
+
+HopperShape shape_hopper(KernelFamily family, std::int32_t tile_rows, const DeviceProps& device, const WorkLoad& work,
+                         const SplitPolicy& policy) {
   if (work.total_rows() > kInt32Max) {
     fail(Reason::kSizeOverflow, "the number of query rows is {}, which does not fit 32 bits", work.total_rows());
   }
-  const std::int64_t tokens = tile_tokens(work);
+  HopperShape shape;
+  const Cut cut = cut_of(family, work, tile_rows);
   std::int64_t works = 0;
-  for (std::int32_t r = 0; r < work.batch(); ++r) works += ceil_div(std::int64_t{work.qo_len(r)}, tokens);
+  for (std::int32_t r = 0; r < work.batch(); ++r) works += cut.tiles(work.qo_len(r));
   std::int64_t padded = works;
   if (policy.graph) {
     const std::int64_t batch = policy.max_batch > 0 ? policy.max_batch : work.batch();
     if (work.batch() > batch) {
       fail(Reason::kBatch, "the batch has {} requests, the graph was sized for {}", work.batch(), batch);
     }
-    padded = work.qo_indptr.empty() ? batch * ceil_div(std::int64_t{work.uniform_qo_len}, tokens)
-                                    : (work.total_rows() + batch * (tokens - 1)) / tokens;
+    padded = work.qo_indptr.empty()
+                 ? batch * cut.tiles(work.uniform_qo_len)
+                 : (work.total_rows() * cut.rows_per_token + batch * (cut.tile_rows - 1)) / cut.tile_rows;
   }
-  HopperShape shape;
-  const std::int64_t heads = work.num_qo_heads;
+  const std::int64_t heads = cut.heads;
   if (padded * heads > kInt32Max) {
     fail(Reason::kSizeOverflow, "the number of works is {}, which does not fit 32 bits", padded * heads);
   }
@@ -152,13 +204,14 @@ HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const 
   return shape;
 }
 
-void write_hopper(const HopperShape& shape, const DeviceProps& device, const WorkLoad& work,
-                  std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
+void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape& shape, const DeviceProps& device,
+                  const WorkLoad& work, std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
                   std::vector<std::byte>& scratch, std::span<std::byte> out) {
   if (out.size() < shape.bytes) {
     throw Error(Status::kInternal, Reason::kBug, "the memory for a schedule is smaller than its shape");
   }
-  const std::int32_t heads = work.num_qo_heads;
+  const Cut cut = cut_of(family, work, tile_rows);
+  const std::int32_t heads = cut.heads;
   const std::int32_t groups = std::gcd(device.num_workers, heads);
   const std::int32_t group_heads = heads / groups;
   const std::int32_t group_workers = device.num_workers / groups;
@@ -175,7 +228,7 @@ void write_hopper(const HopperShape& shape, const DeviceProps& device, const Wor
   auto* const tile_works = reinterpret_cast<TileWork*>(scratch.data() + ring_bytes);
   const std::span<TileWork> unsorted(tile_works, static_cast<std::size_t>(tiles));
   const std::span<TileWork> sorted(tile_works + tiles, static_cast<std::size_t>(tiles));
-  sort_tiles(work, kv_lens, unsorted, sorted);
+  sort_tiles(cut, work, kv_lens, unsorted, sorted);
 
   const std::span<LoadRing::Entry> ring_storage(reinterpret_cast<LoadRing::Entry*>(scratch.data()), slots);
   std::ranges::fill(ring_storage, LoadRing::Entry{});
