@@ -27,6 +27,8 @@ constexpr bool is_hopper(KernelFamily family) noexcept {
   return family == KernelFamily::kHopper || family == KernelFamily::kHopperPaged || family == KernelFamily::kPrefill;
 }
 
+/// kPrefill reads pages of a multiple of this many slots where they lie.
+inline constexpr std::int32_t kPrefillPageSlots = 16;
 /// Most packed (token, head-in-group) rows of a request that kCudaStream takes.
 inline constexpr std::int32_t kCudaStreamRows = 32;
 /// Packed (token, head-in-group) rows of a kCpuTile query tile: whole panels of 12, 24 and 48 rows.
@@ -81,7 +83,7 @@ struct ScheduleShape {
   std::size_t bytes = 0;             ///< all of the above
 
   HopperShape hopper{};          ///< Hopper families only, which have none of the arrays above
-  std::int64_t gathered_kv = 0;  ///< kHopper over pages: tokens that are copied together first
+  std::int64_t gathered_kv = 0;  ///< kHopper and kPrefill: tokens that are copied together first
 };
 
 }  // namespace fiw

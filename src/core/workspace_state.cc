@@ -271,7 +271,10 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   const SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
   const KernelFamily family = key.traits.family;
   const bool hopper = is_hopper(family);
-  const bool gathers = family == KernelFamily::kHopper && key.table != nullptr;
+  const bool in_place = family == KernelFamily::kHopperPaged ||
+                        (family == KernelFamily::kPrefill && key.traits.page_size % kPrefillPageSlots == 0 &&
+                         key.traits.spec.kv_dtype == key.traits.spec.q_dtype);
+  const bool gathers = hopper && !in_place && key.table != nullptr;
   const ScheduleShape shape = hopper ? hopper_schedule(family, props_, work, policy, gathers ? total_kv(request) : 0)
                                      : shape_schedule(family, props_, work, policy);
   // Without rows nothing is launched.

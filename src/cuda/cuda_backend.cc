@@ -175,7 +175,7 @@ class CudaBackend final : public Backend {
   const DeviceProps& props() const noexcept override { return props_; }
   KernelFamily route(const RouteRequest& request) const override { return choose_family(request, props_, route_); }
   std::size_t scratch_bytes(const ScheduleShape& shape, const StepSpec& spec) const override {
-    if (shape.family == KernelFamily::kHopper) return gather_bytes(spec, shape.gathered_kv);
+    if (is_hopper(shape.family)) return gather_bytes(spec, shape.gathered_kv);
     return partial_bytes(shape, spec.params.num_qo_heads, spec.params.head_dim_vo);
   }
 
@@ -608,7 +608,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   const AttentionParams& params = *launch.params;
   const ScheduleShape& shape = *launch.shape;
   const bool own = shape.family == KernelFamily::kPrefill;
-  const bool in_place = launch.kv != nullptr && shape.family != KernelFamily::kHopper && suits_kernels(*launch.kv) &&
+  const bool in_place = launch.kv != nullptr && shape.gathered_kv == 0 && suits_kernels(*launch.kv) &&
                         (!own || prefill_reaches(*launch.kv));
   const auto load = [this](const auto* kernel) {
     if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
@@ -673,7 +673,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     };
     ragged_k.emplace(*this, launch.ragged->k, launch.stream, reachable(launch.ragged->k));
     ragged_v.emplace(*this, launch.ragged->v, launch.stream, reachable(launch.ragged->v));
-  } else if (!in_place && shape.family != KernelFamily::kHopper) {
+  } else if (!in_place && shape.gathered_kv == 0) {
     memory =
         gathered.emplace(*this, gather_bytes(spec, launch.table->total_kv()), launch.stream, "gathered K and V").data();
   }

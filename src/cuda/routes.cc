@@ -79,14 +79,21 @@ bool pages_serve(const RouteRequest& request) noexcept {
          find_hopper(spec, false) != nullptr;
 }
 
+bool prefill_copies(const RouteRequest& request) noexcept {
+  return request.paged && (request.page_size % kPrefillPageSlots != 0 || request.spec.kv_dtype != request.spec.q_dtype);
+}
+
 bool prefill_serves(const RouteRequest& request, const DeviceProps& device) noexcept {
   constexpr std::int64_t kMostPlaces = std::numeric_limits<std::int32_t>::max();  // of 8 elements, of all tokens
   const StepSpec& spec = request.spec;
   if (device.compute_capability != 90 || request.graph || request.any_qo_len) return false;
-  if (spec.custom_mask || spec.alibi || spec.kv_dtype != spec.q_dtype) return false;
-  if (request.paged && request.page_size % kPrefillBoxSlots != 0) return false;
+  if (spec.custom_mask || spec.alibi) return false;
+  if (spec.kv_dtype != spec.q_dtype && !(request.paged && is_fp8(spec.kv_dtype))) return false;
   const std::int64_t places = std::int64_t{spec.params.num_kv_heads} * (spec.params.head_dim_qk / 8);
-  return request.total_kv > 0 && request.total_kv <= kMostPlaces / places && find_prefill(spec, 0) != nullptr;
+  if (request.total_kv == 0 || request.total_kv > kMostPlaces / places || find_prefill(spec, 0) == nullptr)
+    return false;
+  return !prefill_copies(request) ||
+         gather_bytes(spec, request.total_kv) <= std::min(request.scratch_limit, kMostGathered);
 }
 
 /// Of a prefill call on each route, in operations at the rate of FA3 over contiguous keys.
@@ -101,7 +108,7 @@ Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept 
   // Measured on an H200 (bench/cuda_routes): 681 TFLOP/s over contiguous keys, 295 on tiles; a copy moves 4.2 TB/s, in
   // and out.
   constexpr double kTileSlowness = 681.0 / 295;
-  constexpr double kOwnSlowness = 0.95;
+  constexpr double kOwnSlowness = 0.88;  // it packs the heads of a group
   // Pages of 8 slots and more come in boxes nearly as fast as contiguous keys; smaller boxes are too many.
   const double pages_slowness = request.page_size % 8 == 0 ? 1.02 : 2.0;
   constexpr double kOperationsPerCopiedByte = 2 * 681 / 4.2;
@@ -128,7 +135,7 @@ Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept 
   const double own =
       kOwnSlowness * std::min(in_tiles(128, packed, params.num_kv_heads), in_tiles(192, packed, params.num_kv_heads));
   const auto copied = request.paged ? static_cast<double>(gather_bytes(spec, request.total_kv)) : 0.0;
-  Costs costs{.own = own,
+  Costs costs{.own = own + (prefill_copies(request) ? kOperationsPerCopiedByte * copied : 0),
               .tile = kTileSlowness * rows * batch * params.num_qo_heads * a_row,
               .contiguous = hopper + kOperationsPerCopiedByte * copied,
               .pages = pages_slowness * hopper};

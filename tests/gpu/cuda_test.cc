@@ -383,13 +383,14 @@ TEST_F(Cuda, OurPrefillKernelAgreesAtEveryEdge) {
     if (rng_.chance(0.3)) params.window_left = rng_.pick({0, 1, 63, 80, 127, 200});
     if (rng_.chance(0.2)) params.logits_soft_cap = 30;
     c.q_dtype = c.kv_dtype = rng_.pick({DType::kBFloat16, DType::kFloat16});
-    c.page_size = rng_.pick({16, 48, 64, 80, 128, 4096});
+    c.page_size = rng_.pick({16, 48, 64, 80, 128, 4096, 7});
     c.layout = rng_.pick({CacheLayout::kNhd, CacheLayout::kHnd, CacheLayout::kPadded});
     c.spacing = rng_.pick({Spacing::kContiguous, Spacing::kStrided});
     c.lse = rng_.chance(0.7);
     c.sinks = rng_.chance(0.25);
     c.q_deviation = rng_.pick({1.0F, 1.0F, 8.0F});  // the reference of the exponentials has to be raised
     if (c.op == Op::kPrefill) {
+      if (rng_.chance(0.2)) c.kv_dtype = DType::kFloat8E4M3;
       c.k_scale = rng_.pick({0.37F, 1.0F});
       c.v_scale = rng_.pick({0.9F, 1.0F});
       c.head_scales = rng_.chance(0.3);

@@ -100,7 +100,13 @@ TEST(CudaRoutes, LongPrefillTakesOurOwnKernel) {
     EXPECT_NE(route(changed(change)), kPrefill);
     EXPECT_NE(route(changed(change), RouteChoice::kPrefill), kPrefill);
   };
-  not_ours([](auto& r) { r.page_size = 8; });
+  EXPECT_EQ(route(changed([](auto& r) { r.spec.kv_dtype = DType::kFloat8E4M3; })), kPrefill) << "copied together";
+  EXPECT_EQ(route(changed([](auto& r) { r.page_size = 8; })), kPrefill) << "copied together";
+  not_ours([](auto& r) {
+    r.page_size = 8;
+    r.scratch_limit = 1 << 20;
+  });
+  not_ours([](auto& r) { r.spec.kv_dtype = DType::kFloat16; });
   not_ours([](auto& r) { r.graph = true; });
   not_ours([](auto& r) { r.any_qo_len = true; });
   not_ours([](auto& r) { r.spec.alibi = true; });
@@ -109,13 +115,10 @@ TEST(CudaRoutes, LongPrefillTakesOurOwnKernel) {
   not_ours([](auto& r) { r.total_kv = std::int64_t{1} << 25; });
 }
 
-TEST(CudaRoutes, LongPrefillOfOtherPagesTakesHopper) {
-  RouteRequest small_pages = prefill(32768, 32768);
-  small_pages.page_size = 8;
-  EXPECT_EQ(route(small_pages), kHopper) << "the copy costs next to nothing";
-  small_pages = prefill(512, 32768);
-  small_pages.page_size = 8;
-  EXPECT_EQ(route(small_pages), kHopperPaged);
+TEST(CudaRoutes, OtherPrefillsTakeHopper) {
+  RouteRequest unequal = prefill(8192, 8192);
+  unequal.spec.params.head_dim_qk = 192;
+  EXPECT_EQ(route(unequal), kHopper);
   EXPECT_EQ(route(prefill(8192, 8192), RouteChoice::kHopper), kHopper);
   EXPECT_EQ(route(prefill(16, 8192), RouteChoice::kHopperPaged), kHopperPaged);
   RouteRequest ragged = prefill(8192, 8192);
@@ -130,7 +133,8 @@ TEST(CudaRoutes, LongPrefillOfOtherPagesTakesHopper) {
 TEST(CudaRoutes, SmallPagesAreCopiedTogetherWhereThatFits) {
   RouteRequest request = prefill(8192, 8192);
   request.page_size = 1;
-  EXPECT_EQ(route(request), kHopper);
+  EXPECT_EQ(route(request), kPrefill);
+  EXPECT_EQ(route(request, RouteChoice::kHopper), kHopper);
   request.scratch_limit = gather_bytes(request.spec, request.total_kv) - 1;
   EXPECT_EQ(route(request), kHopperPaged);
   EXPECT_EQ(route(request, RouteChoice::kHopper), kTensorTile);

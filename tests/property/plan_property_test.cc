@@ -417,7 +417,7 @@ struct HopperCase {
       end = std::clamp<std::int64_t>(end - work.qo_len(r) + tokens((tile + 1) * tile_rows), 0, end);
     }
     if (work.window_left >= 0) end = std::min(end, work.window_left + tokens(tile_rows));
-    return end + 2 * tile_rows;
+    return end + (family == KernelFamily::kHopper ? 2 * tile_rows : tile_rows == 192 ? 264 : 288);
   }
 };
 

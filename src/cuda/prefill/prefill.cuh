@@ -145,7 +145,7 @@ struct PrefillInstance {
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   static constexpr int kStageBytes = kKeys * kDim * static_cast<int>(sizeof(T));
-  static constexpr int kBoxSlots = kPrefillBoxSlots;
+  static constexpr int kBoxSlots = kPrefillPageSlots;
   static constexpr int kBoxes = kKeys / kBoxSlots;
   static constexpr int kFirstBarrier = 1;
   static constexpr std::uint32_t kAllLanes = 0xFFFFFFFFU;

@@ -12,9 +12,6 @@
 
 namespace fiw::cuda {
 
-/// Keys come in copies of as many slots of a page, whose size is a multiple of that.
-inline constexpr std::int32_t kPrefillBoxSlots = 16;
-
 enum class PrefillVariant : std::uint8_t { kPlain, kSoftCap };
 
 /// One kernel for every mask that limits the keys of a row to a range.
