@@ -1,12 +1,15 @@
 // Our own prefill kernel for sm_90a: K and V where they lie, in pages or contiguous.
 //
 // A work is a tile of packed (token, head-in-group) rows of one request and one KV head, so that the whole group reads
-// its keys once. One warp requests blocks of keys by bulk copies of boxes (some slots of one page, 128 bytes of each)
-// into rings of stages; two more fetch the queries of the next tile while the last one is finished; the warpgroups that
-// compute own 64 rows each. Scores of a block are multiplied ahead of the values of the block before, so that the
-// tensor cores work while the exponentials are taken; and named barriers keep the warpgroups out of step, so that one
-// multiplies while another does not. Keys come from the last block to the first: the blocks that need a mask come
-// first, and the others skip it.
+// its keys once. Each block walks a list of works. One warp requests blocks of K, and one of V, by bulk copies of 16
+// slots of a page into rings of stages; two more fetch the queries of the next tile; the warpgroups that compute own 64
+// rows each. Scores of a block of keys are multiplied ahead of the values of the block before, so that the tensor cores
+// work while the exponentials are taken; and named barriers keep the warpgroups out of step, so that one multiplies
+// while another does not. Keys come from the last block to the first: the blocks that need a mask come first, and the
+// others skip it.
+//
+// What a warpgroup does for one block is a chain about as long as all products of a block, so its length decides: see
+// bench/LOG.md for what shortened it.
 //
 // Slots behind a request's last key may hold anything. Their scores are overwritten, and their values never read: the
 // box that holds the end of a request is copied slot by slot, with zeros behind the last one.
@@ -157,7 +160,8 @@ struct PrefillInstance {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  // Rows of 128 bytes, a part after the other, swizzled in groups of 8 rows.
+  // Parts of 128 bytes of a row, swizzled in groups of 8 rows. K and V: a group's parts one after the other; queries:
+  // all rows of a part, then the next one.
   struct Shared {
     alignas(1024) T q[kQueryBuffers][kRows * kDim];
     alignas(1024) T k[kStages][kKeys * kDim];
