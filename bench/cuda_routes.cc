@@ -41,7 +41,8 @@ constexpr Route kRoutes[] = {{"stream", CudaRoute::kStream, KernelFamily::kCudaS
                              {"core", CudaRoute::kCore, KernelFamily::kCudaCore},
                              {"tile", CudaRoute::kTile, KernelFamily::kTensorTile},
                              {"hopper", CudaRoute::kHopper, KernelFamily::kHopper},
-                             {"hopper_paged", CudaRoute::kHopperPaged, KernelFamily::kHopperPaged}};
+                             {"hopper_paged", CudaRoute::kHopperPaged, KernelFamily::kHopperPaged},
+                             {"prefill", CudaRoute::kPrefill, KernelFamily::kPrefill}};
 constexpr std::size_t kNumRoutes = std::size(kRoutes);
 
 enum class Call { kDecode, kVerify, kPrefill, kRagged };

@@ -67,10 +67,12 @@ void hopper_prefill(benchmark::State& state) {
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
   std::vector<std::byte> scratch;
-  std::vector<std::byte> memory(shape_hopper(device, work, {}).bytes);
+  constexpr KernelFamily kFamily = KernelFamily::kHopper;
+  const std::int32_t rows = hopper_tile_rows(kFamily, device, work);
+  std::vector<std::byte> memory(shape_hopper(kFamily, rows, device, work, {}).bytes);
   for (auto _ : state) {
-    const HopperShape shape = shape_hopper(device, work, {});
-    write_hopper(shape, device, work, indptr, kv_lens, scratch, memory);
+    const HopperShape shape = shape_hopper(kFamily, rows, device, work, {});
+    write_hopper(kFamily, rows, shape, device, work, indptr, kv_lens, scratch, memory);
     benchmark::ClobberMemory();
     state.counters["works"] = shape.works;
   }

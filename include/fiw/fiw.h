@@ -318,7 +318,8 @@ typedef enum fiw_cuda_route {
   FIW_CUDA_ROUTE_HOPPER = 3,        ///< FA3 over contiguous K and V
   FIW_CUDA_ROUTE_HOPPER_PAGED = 4,  ///< FA3 over pages
   FIW_CUDA_ROUTE_ANY = 5,           ///< the general kernel, which serves everything
-  FIW_CUDA_ROUTE_STREAM = 6         ///< our own decode and verify kernels
+  FIW_CUDA_ROUTE_STREAM = 6,        ///< our own decode and verify kernels
+  FIW_CUDA_ROUTE_PREFILL = 7        ///< our own prefill kernels
 } fiw_cuda_route;
 
 typedef struct fiw_workspace_options {

@@ -72,6 +72,7 @@ enum class CudaRoute : std::uint8_t {
   kHopperPaged,  ///< FA3 over pages
   kAny,          ///< the general kernel, which serves everything
   kStream,       ///< our own decode and verify kernels
+  kPrefill,      ///< our own prefill kernels
 };
 
 struct WorkspaceOptions {
@@ -86,7 +87,7 @@ struct WorkspaceOptions {
   /// name that its first caller, an engine, gave it. On the CPU there are no graphs, and it changes nothing.
   std::optional<bool> verify_cuda_graph{};
   /// Unset: as FIW_CUDA_ROUTE in the environment says at create ("core", "tile", "hopper", "hopper_paged", "any",
-  /// "stream"), or kTable. Without effect on the CPU.
+  /// "stream", "prefill"), or kTable. Without effect on the CPU.
   std::optional<CudaRoute> cuda_route{};
   Allocator allocator{};  ///< unset callbacks: the backend's own
 };

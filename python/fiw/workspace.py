@@ -27,7 +27,7 @@ from fiw.masks import PackedMask, native_extras, pack_mask
 from fiw.page_table import DevicePageTable, PageTable
 from fiw.values import CacheStats, DeviceProps, PlanInfo, StepSpec, WorkspaceLimits, WorkspaceStats
 
-CudaRoute = Literal["table", "core", "tile", "hopper", "hopper_paged", "any", "stream"]
+CudaRoute = Literal["table", "core", "tile", "hopper", "hopper_paged", "any", "stream", "prefill"]
 """Which CUDA kernels serve a call, in the order of `fiw_cuda_route`."""
 
 _REASON_PARTIAL_STATES = 309
@@ -210,8 +210,9 @@ class FlashInferWorkspace:
                 bit for bit in any batch.
             verify_cuda_graph: captured verify graphs; None: as SMILE_VERIFY_CUDA_GRAPH says.
             cuda_route: which kernels serve a call, wherever they can, for tests and measurements: "table" (what is
-                expected to take the least time), "core", "tile", "hopper", "hopper_paged", "any" or "stream"; None:
-                as FIW_CUDA_ROUTE in the environment says, or the table. Without effect on the CPU.
+                expected to take the least time), "core", "tile", "hopper", "hopper_paged", "any",
+                "stream" or "prefill"; None: as FIW_CUDA_ROUTE in the environment says, or the table. Without effect on
+                the CPU.
             allocator: where its memory comes from; None: cudaMallocAsync, or the heap.
 
         Raises:

@@ -23,9 +23,9 @@ fiw::WorkspaceOptions to_options(const fiw_workspace_options& given) {
     fiw::fail(Reason::kOptions, "options.verify_cuda_graph is {}, expected -1, 0 or 1", given.verify_cuda_graph);
   }
   if (given.verify_cuda_graph >= 0) options.verify_cuda_graph = given.verify_cuda_graph == 1;
-  if (given.cuda_route < FIW_CUDA_ROUTE_UNSET || given.cuda_route > FIW_CUDA_ROUTE_STREAM) {
+  if (given.cuda_route < FIW_CUDA_ROUTE_UNSET || given.cuda_route > FIW_CUDA_ROUTE_PREFILL) {
     fiw::fail(Reason::kOptions, "options.cuda_route is {}, expected {}..{}", given.cuda_route,
-              static_cast<int>(FIW_CUDA_ROUTE_UNSET), static_cast<int>(FIW_CUDA_ROUTE_STREAM));
+              static_cast<int>(FIW_CUDA_ROUTE_UNSET), static_cast<int>(FIW_CUDA_ROUTE_PREFILL));
   }
   if (given.cuda_route != FIW_CUDA_ROUTE_UNSET) options.cuda_route = static_cast<fiw::CudaRoute>(given.cuda_route);
   if (given.reserved != 0) fiw::fail(Reason::kOptions, "options.reserved is {}, expected 0", given.reserved);

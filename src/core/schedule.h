@@ -19,13 +19,16 @@ enum class KernelFamily : std::uint8_t {
   kTensorTile,   ///< FlashInfer's FA2 tiles: prefill, verify and grouped decode
   kHopper,       ///< FlashInfer's FA3 kernel with its persistent per-SM work lists, over contiguous K and V
   kHopperPaged,  ///< the same over pages where they lie
-  kCudaStream    ///< our decode and verify kernel: a request of few rows is one tile
+  kCudaStream,   ///< our decode and verify kernel: a request of few rows is one tile
+  kPrefill       ///< our prefill kernel, with the Hopper families' work lists, over pages or contiguous K and V
 };
 
 constexpr bool is_hopper(KernelFamily family) noexcept {
-  return family == KernelFamily::kHopper || family == KernelFamily::kHopperPaged;
+  return family == KernelFamily::kHopper || family == KernelFamily::kHopperPaged || family == KernelFamily::kPrefill;
 }
 
+/// kPrefill reads pages of a multiple of this many slots where they lie.
+inline constexpr std::int32_t kPrefillPageSlots = 16;
 /// Most packed (token, head-in-group) rows of a request that kCudaStream takes.
 inline constexpr std::int32_t kCudaStreamRows = 32;
 /// Token slots in the pages of one table, up to which FlashInfer's kernels number them, in 32 bits.
@@ -61,10 +64,10 @@ struct ScheduleShape {
   std::int32_t total_rows = 0;  ///< query tokens
   std::int32_t max_qo_len = 0;  ///< most query tokens of one request
   std::int32_t items = 0;
-  std::int32_t padded_items = 0;     ///< == items unless the grid is fixed by a graph
-  std::int32_t padded_batch = 0;     ///< == batch unless a graph leaves room for more; the room reads as empty requests
-  std::int32_t padded_rows = 0;      ///< == total_rows unless a graph leaves room for more
-  std::int32_t tile_rows = 0;        ///< packed (token, head-in-group) rows a tile; 0: a request is one tile
+  std::int32_t padded_items = 0;  ///< == items unless the grid is fixed by a graph
+  std::int32_t padded_batch = 0;  ///< == batch unless a graph leaves room for more; the room reads as empty requests
+  std::int32_t padded_rows = 0;   ///< == total_rows unless a graph leaves room for more
+  std::int32_t tile_rows = 0;     ///< packed (token, head-in-group) rows a tile, of FA3 tokens; 0: one tile a request
   std::int32_t kv_chunk_tokens = 0;  ///< whole pages, at most 2^31 - 1; the largest request's when not split
   std::int64_t partial_rows = 0;     ///< rows of partial outputs; 0 when not split
   bool split_kv = false;
@@ -82,7 +85,7 @@ struct ScheduleShape {
   std::size_t bytes = 0;             ///< all of the above
 
   HopperShape hopper{};          ///< Hopper families only, which have none of the arrays above
-  std::int64_t gathered_kv = 0;  ///< kHopper over pages: tokens that are copied together first
+  std::int64_t gathered_kv = 0;  ///< kHopper and kPrefill: tokens that are copied together first
 };
 
 }  // namespace fiw

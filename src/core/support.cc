@@ -134,9 +134,9 @@ void check_options(const WorkspaceOptions& options) {
     fail(Reason::kOptions, "cache_entries is {}, expected 1..1024", options.cache_entries);
   }
   check_plan_options(options.plan);
-  if (options.cuda_route && *options.cuda_route > CudaRoute::kStream) {
+  if (options.cuda_route && *options.cuda_route > CudaRoute::kPrefill) {
     fail(Reason::kOptions, "cuda_route is {}, expected 0..{}", static_cast<int>(*options.cuda_route),
-         static_cast<int>(CudaRoute::kStream));
+         static_cast<int>(CudaRoute::kPrefill));
   }
   if ((options.allocator.allocate == nullptr) != (options.allocator.free == nullptr)) {
     fail(Reason::kOptions, "allocator sets one of its two callbacks, expected both or none");

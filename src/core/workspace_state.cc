@@ -95,7 +95,8 @@ bool has_surplus_queries(const WorkspaceState::Request& request) {
 // are copied together first.
 ScheduleShape hopper_schedule(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
                               const SplitPolicy& policy, std::int64_t gathered_kv) {
-  const HopperShape hopper = shape_hopper(device, work, policy);
+  const std::int32_t tile_rows = hopper_tile_rows(family, device, work);
+  const HopperShape hopper = shape_hopper(family, tile_rows, device, work, policy);
   return {.family = family,
           .batch = work.batch(),
           .total_rows = static_cast<std::int32_t>(work.total_rows()),
@@ -104,6 +105,7 @@ ScheduleShape hopper_schedule(KernelFamily family, const DeviceProps& device, co
           .padded_items = hopper.padded_works,
           .padded_batch = work.batch(),
           .padded_rows = static_cast<std::int32_t>(work.total_rows()),
+          .tile_rows = tile_rows,
           .bytes = hopper.bytes,
           .hopper = hopper,
           .gathered_kv = gathered_kv};
@@ -113,7 +115,8 @@ void write_hopper_schedule(const ScheduleShape& shape, const DeviceProps& device
                            std::span<const std::int32_t> kv_lens, HopperScratch& scratch, std::span<std::byte> out) {
   scratch.kv_indptr.assign(kv_lens.size() + 1, 0);
   std::partial_sum(kv_lens.begin(), kv_lens.end(), scratch.kv_indptr.begin() + 1);
-  write_hopper(shape.hopper, device, work, scratch.kv_indptr, kv_lens, scratch.bytes, out);
+  write_hopper(shape.family, shape.tile_rows, shape.hopper, device, work, scratch.kv_indptr, kv_lens, scratch.bytes,
+               out);
 }
 
 /// Of two tensors of one shape.
@@ -268,7 +271,10 @@ std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request
   const SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
   const KernelFamily family = key.traits.family;
   const bool hopper = is_hopper(family);
-  const bool gathers = family == KernelFamily::kHopper && key.table != nullptr;
+  const bool in_place = family == KernelFamily::kHopperPaged ||
+                        (family == KernelFamily::kPrefill && key.traits.page_size % kPrefillPageSlots == 0 &&
+                         key.traits.spec.kv_dtype == key.traits.spec.q_dtype);
+  const bool gathers = hopper && !in_place && key.table != nullptr;
   const ScheduleShape shape = hopper ? hopper_schedule(family, props_, work, policy, gathers ? total_kv(request) : 0)
                                      : shape_schedule(family, props_, work, policy);
   // Without rows nothing is launched.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <unordered_set>
 #include <vector>
@@ -80,6 +81,17 @@ std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
 bool numbers_slots(const AttentionLaunch& launch) noexcept {
   if (launch.kv == nullptr || launch.fixed != nullptr) return true;
   return std::ssize(launch.table->indices()) * std::int64_t{launch.kv->page_size} <= kMostTableSlots;
+}
+
+/// Our prefill kernel numbers the heads of all pages, or tokens, in 32 bits, in units that divide both strides.
+bool prefill_reaches(std::int64_t count, std::int64_t stride, std::int64_t heads, std::int64_t head_stride) noexcept {
+  const std::int64_t unit = std::gcd(stride, head_stride);
+  return count * (stride / unit) + heads * (head_stride / unit) <= std::numeric_limits<std::int32_t>::max();
+}
+
+bool prefill_reaches(const KvCache& kv) noexcept {
+  return prefill_reaches(kv.num_pages, kv.k_stride.page, kv.num_kv_heads, kv.k_stride.head) &&
+         prefill_reaches(kv.num_pages, kv.v_stride.page, kv.num_kv_heads, kv.v_stride.head);
 }
 
 void read_pages(KvView& view, const KvCache& kv, const DeviceTable& table) noexcept {
@@ -162,7 +174,7 @@ class CudaBackend final : public Backend {
   const DeviceProps& props() const noexcept override { return props_; }
   KernelFamily route(const RouteRequest& request) const override { return choose_family(request, props_, route_); }
   std::size_t scratch_bytes(const ScheduleShape& shape, const StepSpec& spec) const override {
-    if (shape.family == KernelFamily::kHopper) return gather_bytes(spec, shape.gathered_kv);
+    if (is_hopper(shape.family)) return gather_bytes(spec, shape.gathered_kv);
     return partial_bytes(shape, spec.params.num_qo_heads, spec.params.head_dim_vo);
   }
 
@@ -248,8 +260,8 @@ class CudaBackend::Temporary {
 /// A tensor as the Hopper kernel can address it: itself, or room for a contiguous copy.
 class CudaBackend::Addressable {
  public:
-  Addressable(CudaBackend& backend, const ConstTensor& tensor, Stream stream) : given_(tensor) {
-    if (suits_vectors(tensor.data, tensor.dtype, {tensor.row_stride, tensor.head_stride})) return;
+  Addressable(CudaBackend& backend, const ConstTensor& tensor, Stream stream, bool reachable = true) : given_(tensor) {
+    if (reachable && suits_vectors(tensor.data, tensor.dtype, {tensor.row_stride, tensor.head_stride})) return;
     copy_.emplace(backend, static_cast<std::size_t>(tensor.rows * tensor.heads * tensor.dim) * size_of(tensor.dtype),
                   stream, "an aligned copy");
     room_ = Tensor(copy_->data(), tensor.dtype, tensor.rows, tensor.heads, tensor.dim, tensor.device);
@@ -598,10 +610,15 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   const AttentionParams& params = *launch.params;
   const ScheduleShape& shape = *launch.shape;
-  const bool in_place = shape.family == KernelFamily::kHopperPaged && suits_kernels(*launch.kv);
-  const HopperKernel* const kernel = find_hopper(spec, in_place);
-  if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
-  prepare(kernel->function, kernel->shared_bytes);
+  const bool own = shape.family == KernelFamily::kPrefill;
+  const bool in_place = launch.kv != nullptr && shape.gathered_kv == 0 && suits_kernels(*launch.kv) &&
+                        (!own || prefill_reaches(*launch.kv));
+  const auto load = [this](const auto* kernel) {
+    if (kernel == nullptr) throw Error(Status::kInternal, Reason::kBug, "a routed Hopper kernel is missing");
+    prepare(kernel->function, kernel->shared_bytes);
+    return kernel->launch;
+  };
+  const auto enqueue = own ? load(find_prefill(spec, shape.tile_rows)) : load(find_hopper(spec, in_place));
 
   // Memory first, then a place in the timeline behind it: for calls on the default stream it comes from another one.
   const Addressable given_q(*this, launch.q, launch.stream);
@@ -622,6 +639,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
                            .out = out.data,
                            .lse = launch.lse,
                            .num_qo_heads = params.num_qo_heads,
+                           .causal = params.causal,
                            .window_left = params.window_left,
                            .sm_scale = params.sm_scale,
                            .soft_cap = params.logits_soft_cap,
@@ -653,9 +671,12 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
 
   std::byte* memory = launch.scratch.data();
   if (launch.kv == nullptr) {
-    ragged_k.emplace(*this, launch.ragged->k, launch.stream);
-    ragged_v.emplace(*this, launch.ragged->v, launch.stream);
-  } else if (!in_place && shape.family == KernelFamily::kHopperPaged) {
+    const auto reachable = [&](const ConstTensor& t) {
+      return !own || prefill_reaches(t.rows, t.row_stride, t.heads, t.head_stride);
+    };
+    ragged_k.emplace(*this, launch.ragged->k, launch.stream, reachable(launch.ragged->k));
+    ragged_v.emplace(*this, launch.ragged->v, launch.stream, reachable(launch.ragged->v));
+  } else if (!in_place && shape.gathered_kv == 0) {
     memory =
         gathered.emplace(*this, gather_bytes(spec, launch.table->total_kv()), launch.stream, "gathered K and V").data();
   }
@@ -680,7 +701,7 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
     ragged_v->fill(stream);
     read_from(ragged_k->get(), ragged_v->get());
   }
-  check(kernel->launch(args, stream), "launching a Hopper kernel");
+  check(enqueue(args, stream), "launching a Hopper kernel");
   if (out_copy) copy_tensor(launch.out, out, stream);
   entry.leave();
 }

@@ -42,6 +42,9 @@ def unit(instance):
     elif family == "hopper":
         header, row = "cuda/fa3/hopper.cuh", "HopperKernel"
         call = f"hopper_kernels<{CPP_TYPES[q]}, {qk}, {vo}, HopperVariant::{camel(variant)}>()"
+    elif family == "prefill":
+        header, row = "cuda/prefill/prefill.cuh", "PrefillKernel"
+        call = f"prefill_kernels<{CPP_TYPES[q]}, {qk}, PrefillVariant::{camel(variant)}>()"
     elif family == "stream":
         header, row = "cuda/stream/stream.cuh", "StreamKernel"
         call = f"stream_kernels<{CPP_TYPES[q]}, {CPP_TYPES[kv]}, {qk}>()"
@@ -58,12 +61,14 @@ def registry(built, full):
     tiles = [i for i in built if i[0] == "tile"]
     cores = [i for i in built if i[0] == "core"]
     hoppers = [i for i in built if i[0] == "hopper"]
+    prefills = [i for i in built if i[0] == "prefill"]
     streams = [i for i in built if i[0] == "stream"]
     lines = ["// Generated from kernels.json.", "#include <array>", "", '#include "cuda/registry.h"', "",
              "namespace fiw::cuda {", ""]
     lines += [f"std::span<const TileKernel> {name_of(i)}();" for i in tiles]
     lines += [f"std::span<const CoreKernel> {name_of(i)}();" for i in cores]
     lines += [f"std::span<const HopperKernel> {name_of(i)}();" for i in hoppers]
+    lines += [f"std::span<const PrefillKernel> {name_of(i)}();" for i in prefills]
     lines += [f"std::span<const StreamKernel> {name_of(i)}();" for i in streams]
     lines += ["", "std::span<const TileEntry> tile_entries() noexcept {",
               f"  static constexpr std::array<TileEntry, {len(tiles)}> entries = {{{{"]
@@ -75,6 +80,9 @@ def registry(built, full):
     lines += ["  }};", "  return entries;", "}", "", "std::span<const HopperEntry> hopper_entries() noexcept {",
               f"  static constexpr std::array<HopperEntry, {len(hoppers)}> entries = {{{{"]
     lines += [f"      {{DType::{DTYPES[i[1]]}, {i[3]}, {i[4]}, &{name_of(i)}}}," for i in hoppers]
+    lines += ["  }};", "  return entries;", "}", "", "std::span<const PrefillEntry> prefill_entries() noexcept {",
+              f"  static constexpr std::array<PrefillEntry, {len(prefills)}> entries = {{{{"]
+    lines += [f"      {{DType::{DTYPES[i[1]]}, {i[3]}, &{name_of(i)}}}," for i in prefills]
     lines += ["  }};", "  return entries;", "}", "", "std::span<const StreamEntry> stream_entries() noexcept {",
               f"  static constexpr std::array<StreamEntry, {len(streams)}> entries = {{{{"]
     lines += [f"      {{DType::{DTYPES[i[1]]}, DType::{DTYPES[i[2]]}, {i[3]}, &{name_of(i)}}}," for i in streams]
@@ -102,7 +110,7 @@ def main():
     manifest = json.loads(args.manifest.read_text())
     if args.set not in manifest["sets"]:
         parser.error(f"the kernel set is {args.set!r}, expected one of {', '.join(manifest['sets'])}")
-    built = [i for i in instances(manifest, args.set) if not (args.no_hopper and i[0] == "hopper")]
+    built = [i for i in instances(manifest, args.set) if not (args.no_hopper and i[0] in ("hopper", "prefill"))]
     args.out.mkdir(parents=True, exist_ok=True)
     units = []
     for instance in built:

@@ -11,7 +11,8 @@ import sys
 
 BEGIN = "<!-- kernels of src/cuda/kernels.json -->"
 END = "<!-- end of kernels -->"
-FAMILIES = {"tile": "tensor-core tiles", "core": "CUDA cores, decode", "stream": "our decode and verify", "hopper": "FA3 (sm_90a)"}
+FAMILIES = {"tile": "tensor-core tiles", "core": "CUDA cores, decode", "stream": "our decode and verify", "hopper": "FA3 (sm_90a)",
+            "prefill": "our prefill (sm_90a)"}
 TYPES = {"bf16": "bfloat16", "fp16": "float16", "e4m3": "fp8 e4m3", "e5m2": "fp8 e5m2", "same": "as the queries"}
 
 

@@ -7,6 +7,7 @@
 #include "cuda/decode/core.h"
 #include "cuda/fa2/tile.h"
 #include "cuda/fa3/hopper.h"
+#include "cuda/prefill/prefill.h"
 #include "cuda/stream/stream.h"
 
 namespace fiw::cuda {

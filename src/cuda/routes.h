@@ -28,6 +28,8 @@ bool tile_is_built(const StepSpec& spec) noexcept;
 /// The kernel, or null when this build has none.
 const TileKernel* find_tile(const StepSpec& spec, TileVariant variant, std::int32_t rows, bool paged) noexcept;
 const HopperKernel* find_hopper(const StepSpec& spec, bool paged) noexcept;
+/// `rows`: of its tiles; 0: any.
+const PrefillKernel* find_prefill(const StepSpec& spec, std::int32_t rows) noexcept;
 const CoreKernel* find_core(const StepSpec& spec, bool options) noexcept;
 /// For requests of up to `rows` packed rows.
 const StreamKernel* find_stream(const StepSpec& spec, std::int64_t rows) noexcept;

@@ -33,6 +33,7 @@ Grid::Grid(KernelFamily family, const DeviceProps& device, const WorkLoad& work)
     case KernelFamily::kTensorTile:
     case KernelFamily::kHopper:
     case KernelFamily::kHopperPaged:
+    case KernelFamily::kPrefill:
       slots = workers * std::max(device.tile_blocks_per_sm, 1);
       break;
     case KernelFamily::kCudaStream:

@@ -67,11 +67,14 @@ ScheduleShape worst_shape(KernelFamily family, const DeviceProps& device, const 
                           std::int32_t max_batch, std::int32_t max_kv_pages, std::int64_t max_total_rows,
                           const SplitPolicy& policy);
 
-/// Hopper (FA3) work lists: longest work first onto the least loaded SM. `kv_lens` [batch] are tokens.
-HopperShape shape_hopper(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy);
+/// Rows of a tile of the Hopper families: query tokens; kPrefill: packed (token, head-in-group) rows.
+std::int32_t hopper_tile_rows(KernelFamily family, const DeviceProps& device, const WorkLoad& work) noexcept;
+/// Work lists of the Hopper families: longest work first onto the least loaded SM. `kv_lens` [batch] are tokens.
+HopperShape shape_hopper(KernelFamily family, std::int32_t tile_rows, const DeviceProps& device, const WorkLoad& work,
+                         const SplitPolicy& policy);
 /// Works in `scratch`, which grows to what it needs: the next plan of that size allocates nothing.
-void write_hopper(const HopperShape& shape, const DeviceProps& device, const WorkLoad& work,
-                  std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
+void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape& shape, const DeviceProps& device,
+                  const WorkLoad& work, std::span<const std::int32_t> kv_indptr, std::span<const std::int32_t> kv_lens,
                   std::vector<std::byte>& scratch, std::span<std::byte> out);
 
 }  // namespace fiw

@@ -33,6 +33,7 @@ std::int32_t choose_tile_rows(KernelFamily family, const DeviceProps& device, co
     case KernelFamily::kCudaCore:
     case KernelFamily::kHopper:
     case KernelFamily::kHopperPaged:
+    case KernelFamily::kPrefill:
     case KernelFamily::kCudaStream:
       break;
   }

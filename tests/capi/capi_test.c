@@ -1483,7 +1483,7 @@ static void test_options(void) {
   options.num_threads = -1;
   CHECK_OPTIONS_FAIL(FIW_REASON_OPTIONS, "num_threads is -1");
   fiw_workspace_options_init(&options, sizeof options);
-  options.cuda_route = FIW_CUDA_ROUTE_STREAM + 1;
+  options.cuda_route = FIW_CUDA_ROUTE_PREFILL + 1;
   CHECK_OPTIONS_FAIL(FIW_REASON_OPTIONS, "cuda_route is 7");
   options.cuda_route = FIW_CUDA_ROUTE_TILE;
   options.reserved = 1;

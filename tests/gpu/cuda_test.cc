@@ -3,8 +3,10 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <set>
 #include <string>
@@ -364,6 +366,59 @@ TEST_F(Cuda, MemoryForACallOnTheDefaultStreamIsReadyFirst) {
         problem.call(*workspace);
         EXPECT_TRUE(problem.check()) << "route " << static_cast<int>(route);
       }
+    }
+  }
+}
+
+// Lengths about the edges of its tiles (128 and 192 packed rows) and blocks (80 and 128 keys).
+TEST_F(Cuda, OurPrefillKernelAgreesAtEveryEdge) {
+  const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
+  for (int trial = 0; trial < 120; ++trial) {
+    Case c{.op = rng_.pick({Op::kPrefill, Op::kPrefill, Op::kRagged})};
+    AttentionParams& params = c.params;
+    params.num_kv_heads = rng_.pick({1, 2, 3});
+    params.num_qo_heads = params.num_kv_heads * rng_.pick({1, 3, 4, 5, 7, 8, 16});
+    params.head_dim_qk = params.head_dim_vo = rng_.pick({64, 128, 128, 256});
+    params.causal = rng_.chance(0.7);
+    if (rng_.chance(0.3)) params.window_left = rng_.pick({0, 1, 63, 80, 127, 200});
+    if (rng_.chance(0.2)) params.logits_soft_cap = 30;
+    c.q_dtype = c.kv_dtype = rng_.pick({DType::kBFloat16, DType::kFloat16});
+    c.page_size = rng_.pick({16, 48, 64, 80, 128, 4096, 7});
+    c.layout = rng_.pick({CacheLayout::kNhd, CacheLayout::kHnd, CacheLayout::kPadded});
+    c.spacing = rng_.pick({Spacing::kContiguous, Spacing::kStrided});
+    c.lse = rng_.chance(0.7);
+    c.sinks = rng_.chance(0.25);
+    c.q_deviation = rng_.pick({1.0F, 1.0F, 8.0F});  // the reference of the exponentials has to be raised
+    if (c.op == Op::kPrefill) {
+      if (rng_.chance(0.2)) c.kv_dtype = DType::kFloat8E4M3;
+      c.k_scale = rng_.pick({0.37F, 1.0F});
+      c.v_scale = rng_.pick({0.9F, 1.0F});
+      c.head_scales = rng_.chance(0.3);
+    }
+    for (int r = rng_.uniform(1, 5); r > 0; --r) {
+      const std::int32_t keys = rng_.pick({0, 1, 15, 16, 79, 80, 81, 127, 128, 129, 160, 256, 639, 640, 1000});
+      c.kv_lens.push_back(keys);
+      c.qo_lens.push_back(rng_.pick({0, 1, 2, 24, 47, 48, 49, 64, keys, std::min(keys, 200)}));
+    }
+    if (std::ranges::all_of(c.qo_lens, [](std::int32_t rows) { return rows == 0; })) c.qo_lens.back() = 1;
+    Problem problem(kDevice, c, rng_);
+    problem.call(*workspace);
+    ASSERT_TRUE(problem.check()) << c;
+  }
+}
+
+TEST_F(Cuda, OurPrefillKernelKeepsNotANumberWhereItBelongs) {
+  const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const Op op : {Op::kPrefill, Op::kRagged}) {
+    for (const bool key : {true, false}) {
+      Case c{.op = op, .qo_lens = {100, 300, 70}, .kv_lens = {100, 300, 333}};
+      c.params = {.num_qo_heads = 8, .num_kv_heads = 2, .head_dim_qk = 128, .head_dim_vo = 128, .causal = false};
+      Problem problem(kDevice, c, rng_);
+      problem.spoil(key, 1, rng_.pick({0, 80, 299}), 1, 5, kNan);
+      problem.spoil_query(450, 3, 9, kNan);
+      problem.call(*workspace);
+      EXPECT_TRUE(problem.check()) << op << (key ? " key" : " value");
     }
   }
 }

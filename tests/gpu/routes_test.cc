@@ -77,17 +77,52 @@ TEST(CudaRoutes, OlderDevicesDecodeByFlashInfersKernels) {
   EXPECT_EQ(on_ampere(few_keys), kTensorTile) << "eight heads a group";
 }
 
-TEST(CudaRoutes, LongPrefillTakesHopper) {
-  EXPECT_EQ(route(prefill(32768, 32768)), kHopper) << "the copy costs next to nothing";
-  EXPECT_EQ(route(prefill(512, 32768)), kHopperPaged);
+TEST(CudaRoutes, LongPrefillTakesOurOwnKernel) {
+  EXPECT_EQ(route(prefill(32768, 32768)), kPrefill);
+  EXPECT_EQ(route(prefill(512, 32768)), kPrefill);
+  EXPECT_EQ(route(prefill(512, 512)), kPrefill);
   EXPECT_EQ(route(prefill(16, 8192)), kTensorTile);
   EXPECT_EQ(route(prefill(128, 8192)), kTensorTile);
+  EXPECT_EQ(route(prefill(16, 8192), CudaRoute::kPrefill), kPrefill);
+  const auto changed = [](auto&& change) {
+    RouteRequest request = prefill(8192, 8192);
+    change(request);
+    return request;
+  };
+  EXPECT_EQ(route(changed([](auto& r) { r.surplus_queries = true; })), kPrefill);
+  EXPECT_EQ(route(changed([](auto& r) { r.spec.params.window_left = 4095; })), kPrefill);
+  EXPECT_EQ(route(changed([](auto& r) { r.spec.params.logits_soft_cap = 50; })), kPrefill);
+  EXPECT_EQ(route(changed([](auto& r) { r.spec.sinks = true; })), kPrefill);
+  EXPECT_EQ(route(changed([](auto& r) { r.paged = false; })), kPrefill);
+  const auto not_ours = [&](auto&& change) {
+    EXPECT_NE(route(changed(change)), kPrefill);
+    EXPECT_NE(route(changed(change), CudaRoute::kPrefill), kPrefill);
+  };
+  EXPECT_EQ(route(changed([](auto& r) { r.spec.kv_dtype = DType::kFloat8E4M3; })), kPrefill) << "copied together";
+  EXPECT_EQ(route(changed([](auto& r) { r.page_size = 8; })), kPrefill) << "copied together";
+  not_ours([](auto& r) {
+    r.page_size = 8;
+    r.scratch_limit = 1 << 20;
+  });
+  not_ours([](auto& r) { r.spec.kv_dtype = DType::kFloat16; });
+  not_ours([](auto& r) { r.graph = true; });
+  not_ours([](auto& r) { r.any_qo_len = true; });
+  not_ours([](auto& r) { r.spec.alibi = true; });
+  not_ours([](auto& r) { r.spec.custom_mask = true; });
+  not_ours([](auto& r) { r.total_kv = 0; });
+  not_ours([](auto& r) { r.total_kv = std::int64_t{1} << 25; });
+}
+
+TEST(CudaRoutes, OtherPrefillsTakeHopper) {
+  RouteRequest unequal = prefill(8192, 8192);
+  unequal.spec.params.head_dim_qk = 192;
+  EXPECT_EQ(route(unequal), kHopper);
   EXPECT_EQ(route(prefill(8192, 8192), CudaRoute::kHopper), kHopper);
   EXPECT_EQ(route(prefill(16, 8192), CudaRoute::kHopperPaged), kHopperPaged);
   RouteRequest ragged = prefill(8192, 8192);
   ragged.paged = false;
-  EXPECT_EQ(route(ragged), kHopper);
-  EXPECT_EQ(route(ragged, CudaRoute::kHopperPaged), kTensorTile) << "no pages";
+  EXPECT_EQ(route(ragged, CudaRoute::kHopper), kHopper);
+  EXPECT_EQ(route(ragged, CudaRoute::kHopperPaged), kPrefill) << "no pages";
   DeviceProps ampere = DeviceProps::h200();
   ampere.compute_capability = 80;
   EXPECT_EQ(choose_family(prefill(8192, 8192), ampere, CudaRoute::kHopper), kTensorTile);
@@ -96,11 +131,12 @@ TEST(CudaRoutes, LongPrefillTakesHopper) {
 TEST(CudaRoutes, SmallPagesAreCopiedTogetherWhereThatFits) {
   RouteRequest request = prefill(8192, 8192);
   request.page_size = 1;
-  EXPECT_EQ(route(request), kHopper);
+  EXPECT_EQ(route(request), kPrefill);
+  EXPECT_EQ(route(request, CudaRoute::kHopper), kHopper);
   request.scratch_limit = gather_bytes(request.spec, request.total_kv) - 1;
   EXPECT_EQ(route(request), kHopperPaged);
   EXPECT_EQ(route(request, CudaRoute::kHopper), kTensorTile);
-  request.page_size = 16;
+  request.page_size = 8;
   EXPECT_EQ(route(request), kHopperPaged);
 
   RouteRequest window = prefill(1024, 65536);
@@ -109,7 +145,7 @@ TEST(CudaRoutes, SmallPagesAreCopiedTogetherWhereThatFits) {
   EXPECT_EQ(route(window), kHopperPaged) << "most of what would be copied is not read";
 }
 
-TEST(CudaRoutes, WhatHopperCannotServeTakesTiles) {
+TEST(CudaRoutes, WhatHopperCannotServeTakesOtherKernels) {
   const auto changed = [](auto&& change) {
     RouteRequest request = prefill(8192, 8192);
     change(request);
@@ -125,10 +161,10 @@ TEST(CudaRoutes, WhatHopperCannotServeTakesTiles) {
                       r.spec.params.window_left = 4095;
                     }),
                     choice),
-              kTensorTile);
+              kPrefill);
     EXPECT_EQ(route(changed([](auto& r) { r.spec.alibi = true; }), choice), kTensorTile);
     EXPECT_EQ(route(changed([](auto& r) { r.spec.custom_mask = true; }), choice), kTensorTile);
-    EXPECT_EQ(route(changed([](auto& r) { r.surplus_queries = true; }), choice), kTensorTile);
+    EXPECT_EQ(route(changed([](auto& r) { r.surplus_queries = true; }), choice), kPrefill);
     EXPECT_EQ(route(changed([](auto& r) { r.graph = true; }), choice), kTensorTile);
     EXPECT_EQ(route(changed([](auto& r) { r.any_qo_len = true; }), choice), kTensorTile);
   }

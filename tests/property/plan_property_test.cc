@@ -379,13 +379,15 @@ TEST_F(PlanProperty, FixedSplitDependsOnNothingButTheRequest) {
 // -------------------------------------------------------------------------------------------------------------
 
 struct HopperCase {
+  KernelFamily family;
   DeviceProps device = DeviceProps::h200();
   WorkLoad work;
   std::vector<std::int32_t> kv_lens;
   std::vector<std::int32_t> kv_indptr{0};
   std::vector<std::int32_t> qo_indptr{0};
 
-  HopperCase(Rng& random, std::int32_t batch, std::int32_t most_qo) {
+  HopperCase(Rng& random, std::int32_t batch, std::int32_t most_qo)
+      : family(random.pick({KernelFamily::kHopper, KernelFamily::kPrefill})) {
     work.num_kv_heads = random.pick({1, 2, 8});
     work.num_qo_heads = work.num_kv_heads * random.pick({1, 4, 5});
     work.head_dim_qk = work.head_dim_vo = random.pick({64, 96, 128});
@@ -404,13 +406,19 @@ struct HopperCase {
   HopperCase(const HopperCase&) = delete;
   HopperCase& operator=(const HopperCase&) = delete;
 
-  std::int32_t tokens() const { return work.head_dim_vo < 128 ? 192 : 128; }
-  std::int64_t cost(std::int32_t r, std::int32_t tile) const {
-    const std::int64_t rows = tokens();
+  std::int32_t rows_per_token() const { return family == KernelFamily::kPrefill ? work.group_size() : 1; }
+  std::int32_t heads() const { return work.num_qo_heads / rows_per_token(); }
+  std::int64_t tiles(std::int32_t r, std::int32_t tile_rows) const {
+    return (std::int64_t{work.qo_len(r)} * rows_per_token() + tile_rows - 1) / tile_rows;
+  }
+  std::int64_t cost(std::int32_t r, std::int64_t tile, std::int32_t tile_rows) const {
+    const auto tokens = [&](std::int64_t rows) { return (rows + rows_per_token() - 1) / rows_per_token(); };
     std::int64_t end = kv_lens[r];
-    if (work.causal) end = std::clamp<std::int64_t>(end - work.qo_len(r) + (tile + 1) * rows, 0, end);
-    if (work.window_left >= 0) end = std::min(end, work.window_left + rows);
-    return end + 2 * rows;
+    if (work.causal) {
+      end = std::clamp<std::int64_t>(end - work.qo_len(r) + tokens((tile + 1) * tile_rows), 0, end);
+    }
+    if (work.window_left >= 0) end = std::min(end, work.window_left + tokens(tile_rows));
+    return end + (family == KernelFamily::kHopper ? 2 * tile_rows : tile_rows == 192 ? 264 : 288);
   }
 };
 
@@ -422,13 +430,14 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
                                       << " batch " << c.kv_lens.size());
     const SplitPolicy policy{.graph = random.chance(0.3)};
     std::vector<std::byte> scratch;
-    const HopperShape shape = shape_hopper(c.device, c.work, policy);
+    const std::int32_t tile_rows = hopper_tile_rows(c.family, c.device, c.work);
+    const HopperShape shape = shape_hopper(c.family, tile_rows, c.device, c.work, policy);
     std::vector<std::int32_t> memory(shape.bytes / 4 + 4, Planned::kPoison);
     const auto out = std::as_writable_bytes(std::span(memory)).first(shape.bytes);
-    write_hopper(shape, c.device, c.work, c.kv_indptr, c.kv_lens, scratch, out);
+    write_hopper(c.family, tile_rows, shape, c.device, c.work, c.kv_indptr, c.kv_lens, scratch, out);
     for (std::size_t i = shape.bytes / 4; i < memory.size(); ++i) ASSERT_EQ(memory[i], Planned::kPoison);
     std::vector<std::int32_t> again(memory.size(), 17);
-    write_hopper(shape, c.device, c.work, c.kv_indptr, c.kv_lens, scratch,
+    write_hopper(c.family, tile_rows, shape, c.device, c.work, c.kv_indptr, c.kv_lens, scratch,
                  std::as_writable_bytes(std::span(again)).first(shape.bytes));
     ASSERT_TRUE(
         std::equal(again.begin(), again.begin() + static_cast<std::ptrdiff_t>(shape.bytes / 4), memory.begin()));
@@ -438,13 +447,13 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     ASSERT_EQ(indptr[0], 0);
     ASSERT_EQ(indptr[c.device.num_workers], shape.works);
     ASSERT_LE(shape.works, shape.padded_works);
-    const std::int32_t heads = c.work.num_qo_heads;
+    const std::int32_t heads = c.heads();
     std::vector<std::int32_t> first_tile{0};
     std::vector<std::int64_t> jobs;
     for (std::size_t r = 0; r < c.kv_lens.size(); ++r) {
-      const std::int32_t tiles = (c.work.qo_len(static_cast<std::int32_t>(r)) + c.tokens() - 1) / c.tokens();
+      const auto tiles = static_cast<std::int32_t>(c.tiles(static_cast<std::int32_t>(r), tile_rows));
       for (std::int32_t tile = 0; tile < tiles; ++tile) {
-        jobs.insert(jobs.end(), static_cast<std::size_t>(heads), c.cost(static_cast<std::int32_t>(r), tile));
+        jobs.insert(jobs.end(), static_cast<std::size_t>(heads), c.cost(static_cast<std::int32_t>(r), tile, tile_rows));
       }
       first_tile.push_back(first_tile.back() + tiles);
     }
@@ -465,7 +474,7 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
         ASSERT_EQ(array(shape.kv_indptr)[i], c.kv_indptr[r]);
         ASSERT_EQ(array(shape.qo_len)[i], c.work.qo_len(r));
         ASSERT_EQ(array(shape.kv_len)[i], c.kv_lens[r]);
-        load += c.cost(r, tile);
+        load += c.cost(r, tile, tile_rows);
       }
       finish = std::max(finish, load);
     }

@@ -385,9 +385,33 @@ TEST(Plan, HopperListsEveryHead) {
   work.kv_pages = kv_lens;
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
-  EXPECT_EQ(shape_hopper(device, work, {}).works, 4 * (3 + 1));
-  EXPECT_EQ(shape_hopper(device, work, {.graph = true, .max_batch = 5}).padded_works, 4 * ((428 + 5 * 127) / 128));
-  EXPECT_EQ(error_of([&] { shape_hopper(device, work, {.graph = true, .max_batch = 2}); }).reason(), Reason::kBatch);
+  const auto shape = [&](KernelFamily family, const SplitPolicy& policy) {
+    return shape_hopper(family, hopper_tile_rows(family, device, work), device, work, policy);
+  };
+  EXPECT_EQ(shape(KernelFamily::kHopper, {}).works, 4 * (3 + 1));
+  EXPECT_EQ(shape(KernelFamily::kHopper, {.graph = true, .max_batch = 5}).padded_works, 4 * ((428 + 5 * 127) / 128));
+  EXPECT_EQ(error_of([&] { shape(KernelFamily::kHopper, {.graph = true, .max_batch = 2}); }).reason(), Reason::kBatch);
+}
+
+TEST(Plan, PrefillPacksHeadsAndMakesLowTilesOfLittleWork) {
+  const DeviceProps device = DeviceProps::h200();
+  constexpr KernelFamily kFamily = KernelFamily::kPrefill;
+  WorkLoad work = heads(32, 8);
+  work.page_size = 16;
+  std::vector<std::int32_t> kv_pages = {512};
+  work.kv_pages = kv_pages;
+  work.uniform_qo_len = 8192;
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 192);
+  EXPECT_EQ(shape_hopper(kFamily, 192, device, work, {}).works, 8 * ((4 * 8192 + 191) / 192));
+  kv_pages[0] = 2048;
+  work.uniform_qo_len = 512;
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 128) << "one round of 128 works, where 88 would leave more idle";
+  EXPECT_EQ(shape_hopper(kFamily, 128, device, work, {}).works, 8 * (4 * 512 / 128));
+  work.head_dim_vo = 64;
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 192);
+  work.uniform_qo_len = 8192;
+  work.head_dim_vo = 256;
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 128);
 }
 
 }  // namespace
