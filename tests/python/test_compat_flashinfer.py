@@ -810,7 +810,7 @@ def test_decode_from_cuda_graphs(rng: np.random.Generator, device: torch.device,
     least = window if window > 1 else 0
     case.qo_lens, case.kv_lens = np.full(case.batch, window), np.maximum(case.kv_lens, least)
     case.allocate()
-    options = replace(case.options(), rope=None)  # which no capture takes
+    options = case.options()
     _, indptr, indices, last_page_len = graph_buffers(case)
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
         workspace_buffer(device), indptr, indices, last_page_len, case.layout
@@ -829,7 +829,7 @@ def test_prefill_from_cuda_graphs(rng: np.random.Generator, device: torch.device
     case = Case(rng, device, prefill=False)
     case.qo_lens = np.full(case.batch, int(rng.integers(1, 17)))
     case.allocate()
-    options = replace(case.options(), rope=None)  # which no capture takes
+    options = case.options()
     options.causal = bool(rng.random() < 0.5)
     buffers = graph_buffers(case, masked)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer(device), case.layout, True, *buffers)
@@ -972,9 +972,6 @@ def test_rules_of_captures(one_rng: np.random.Generator, monkeypatch: pytest.Mon
     pretend_capture(monkeypatch, True)
     with pytest.raises(NotImplementedError, match="ALiBi and return_lse"):
         wrapper.run(case.q, case.cache, return_lse=True)
-    plan(pos_encoding_mode="ROPE_LLAMA")
-    with pytest.raises(NotImplementedError, match=r"ROPE_LLAMA.* while a CUDA graph is being captured"):
-        wrapper.run(case.q, case.cache)
     plan()
     with pytest.raises(RuntimeError, match="before it has run"):
         wrapper.run(case.q, case.cache)
@@ -1002,6 +999,54 @@ def test_rules_of_captures(one_rng: np.random.Generator, monkeypatch: pytest.Mon
     check_run()  # the plan before the errors is in force
     case.deal(0)
     plan()
+    pretend_capture(monkeypatch, True)
+    check_run()
+
+
+def test_rules_of_captured_rotations(one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=False)
+    case.kv_lens = np.maximum(case.kv_lens, 2)
+    case.allocate()
+    buffers = graph_buffers(case)[1:]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace_buffer(case.device), *buffers, case.layout
+    )
+    options = Options(causal=True, rope=random_rope(one_rng))
+
+    def check_run() -> None:
+        check(wrapper.run(case.q, case.cache), case.expected(options)[0], case.tolerance)
+
+    plan_decode(wrapper, case)
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(NotImplementedError, match=r"first run.*ROPE_LLAMA.* while a CUDA graph is being captured"):
+        wrapper.forward(case.q, case.cache, **position_encoding(options))
+    pretend_capture(monkeypatch, False)
+    plan_decode(wrapper, case, **position_encoding(options))
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(RuntimeError, match="before it has run"):
+        wrapper.run(case.q, case.cache)
+    pretend_capture(monkeypatch, False)
+    check_run()
+    pretend_capture(monkeypatch, True)
+    check_run()
+    pages, _ = wrapper._plan._rotated
+
+    pretend_capture(monkeypatch, False)
+    sound = case.indices
+    case.indices = sound.clone()
+    case.indices[0] = case.num_pages
+    with pytest.raises(ValueError, match=f"page {case.num_pages}"):
+        plan_decode(wrapper, case, **position_encoding(options))
+    case.indices = sound
+    with pytest.raises(NotImplementedError, match="after the capture of a run"):
+        plan_decode(wrapper, case, q_len_per_req=2, **position_encoding(options))
+    check_run()  # the plan before the errors is in force
+    addresses = [array.data_ptr() for array in (pages._pages, pages._keys, pages._queries)]
+    case.deal(1)
+    plan_decode(wrapper, case)  # of other options: replays are over these pages all the same
+    assert wrapper._plan._rotated[0] is pages
+    assert [array.data_ptr() for array in (pages._pages, pages._keys, pages._queries)] == addresses
+    wrapper._plan.variant = replace(wrapper._plan.variant, rope=flashinfer._rope.Rope(*options.rope))
     pretend_capture(monkeypatch, True)
     check_run()
 
@@ -1085,7 +1130,7 @@ def test_what_wrappers_do_not_cover(argument: dict, named: str) -> None:
         ({"rope_theta": math.nan}, ValueError, "rope_theta is nan"),
         ({"pos_encoding_mode": "NONE", "rope_scale": 0.0}, None, ""),
         ({"kv_dtype": torch.float16}, ValueError, r"k_cache.*torch.float16, expected.* torch.float32"),
-        ({"pages": 1}, ValueError, "1 pages of K"),
+        ({"pages": 1}, ValueError, "paged_kv_cache has 1 pages"),
         ({"rows": 1}, ValueError, "q has 1 rows"),
     ],
 )

@@ -93,11 +93,11 @@ class PagedPlan:
         self._steps: dict[fiw.StepSpec, fiw.AttentionStep] = {}
         self._alibi_shift: torch.Tensor | None = None
         self._rotated: tuple[RotatedPages, PagedPlan] | None = None
-        if variant.rope is not None:
-            self._over_rotated_pages()
         prepared = graph_runs is not None and graph_runs.prepare(shape, table, device)
         if variant.rope is None and not prepared:
             self._step(self._spec(variant, sinks=False))
+        if variant.rope is not None or (graph_runs is not None and graph_runs.copies is not None):
+            self._over_rotated_pages()
 
     def _spec(self, variant: Variant, sinks: bool) -> fiw.StepSpec:
         return fiw.StepSpec(
@@ -130,17 +130,23 @@ class PagedPlan:
     def _over_rotated_pages(self) -> tuple[RotatedPages, PagedPlan]:
         """The same batch over rotated copies, of which a plan knows nothing but that they are of the type of q."""
         if self._rotated is None:
-            shape = replace(self._shape, dtypes=(self._shape.dtypes[0], self._shape.dtypes[0]))
+            check_not_capturing(self._device, "the first run() with pos_encoding_mode 'ROPE_LLAMA'")
+            pages, graph_runs = RotatedPages(self._device), None
+            if self._graph_runs is not None:
+                pages, graph_runs = self._graph_runs.over_copies(self._device)
             plan = PagedPlan(
-                shape,
+                replace(self._shape, dtypes=(self._shape.dtypes[0], self._shape.dtypes[0])),
                 own_pages(self._table),
                 self._qo_indptr,
                 replace(self.variant, rope=None),
                 self._device,
                 verify=self._verify,
                 mask=self._mask,
+                graph_runs=graph_runs,
+                graph_mask=self._graph_mask,
             )
-            self._rotated = RotatedPages(self._table, self._qo_indptr, self._device), plan
+            pages.fill(self._table, self._qo_indptr)
+            self._rotated = pages, plan
         return self._rotated
 
     def run(
@@ -151,7 +157,6 @@ class PagedPlan:
         rope = self.variant.rope
         if rope is None:
             return self._run(q.detach(), k, v, kv_layout, **options)
-        check_not_capturing(q.device, "run() with pos_encoding_mode 'ROPE_LLAMA'")
         if kv_layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         heads, head_dims, dtypes = self._shape.heads, self._shape.head_dims, self._shape.dtypes

@@ -76,13 +76,32 @@ def own_pages(table: fiw.PageTable) -> fiw.PageTable:
 class RotatedPages:
     """Copies of the pages of a table, one after the other: each is rotated for its place in its request."""
 
-    def __init__(self, table: fiw.PageTable, qo_indptr: np.ndarray, device: torch.device) -> None:
-        self._least_pages = table.num_pages
-        self._pages = torch.from_numpy(table.indices.copy()).to(device)
+    def __init__(self, device: torch.device, capacity: int = 0) -> None:
+        """Copies are of `capacity` pages where a table has less, so that captured ones serve all that fit."""
+        self._device, self._capacity = device, capacity
+        self._least_cache = 0
+        self._smallest_cache: int | None = None
+        self._pages = self._keys = self._queries = torch.empty(0, dtype=torch.int64, device=device)
+
+    def check(self, table: fiw.PageTable) -> None:
+        """Replays read the caches that take() was given."""
+        if self._smallest_cache is not None and table.num_pages > self._smallest_cache:
+            found = f"page {table.num_pages - 1}"
+            raise ValueError(f"paged_kv_indices has {found}, expected pages below {self._smallest_cache}, as run() had")
+
+    def fill(self, table: fiw.PageTable, qo_indptr: np.ndarray) -> None:
+        """What take() is for from now on; arrays of the sizes of before stay at their addresses."""
+        rest = (0, max(self._capacity - len(table.indices), 0))
+        pages = np.pad(table.indices.astype(np.int64), rest)
         first = positions_before(table.page_counts, table.page_counts) * table.page_size
-        keys = first[:, None] + np.arange(table.page_size)
-        self._key_positions = torch.from_numpy(keys).to(device)
-        self._query_positions = torch.from_numpy(positions_before(table.kv_lens, np.diff(qo_indptr))).to(device)
+        self._least_cache = int(pages.max(initial=-1)) + 1
+        self._pages = self._written(self._pages, pages)
+        self._keys = self._written(self._keys, np.pad(first, rest)[:, None] + np.arange(table.page_size))
+        self._queries = self._written(self._queries, positions_before(table.kv_lens, np.diff(qo_indptr)))
+
+    def _written(self, buffer: torch.Tensor, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        return buffer.copy_(tensor) if buffer.shape == tensor.shape else tensor.to(self._device)
 
     def take(
         self, rope: Rope, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -90,10 +109,11 @@ class RotatedPages:
         """q [rows, num_qo_heads, head_dim], and the pages of k and v [num_pages, page_size, num_kv_heads, head_dim] in
         the type of q.
         """
-        if len(q) != len(self._query_positions):
-            raise ValueError(f"q has {len(q)} rows, expected {len(self._query_positions)}, as planned")
-        if len(k) < self._least_pages or len(v) < self._least_pages:
-            found = f"{len(k)} pages of K and {len(v)} of V"
-            raise ValueError(f"paged_kv_cache has {found}, expected at least {self._least_pages}, as planned")
+        if len(q) != len(self._queries):
+            raise ValueError(f"q has {len(q)} rows, expected {len(self._queries)}, as planned")
+        cache = min(len(k), len(v))
+        if cache < self._least_cache:
+            raise ValueError(f"paged_kv_cache has {cache} pages, expected at least {self._least_cache}, as planned")
+        self._smallest_cache = cache if self._smallest_cache is None else min(cache, self._smallest_cache)
         k, v = (side.index_select(0, self._pages).to(q.dtype) for side in (k, v))
-        return rope.rotate(q, self._query_positions), rope.rotate(k, self._key_positions), v
+        return rope.rotate(q, self._queries), rope.rotate(k, self._keys), v

@@ -174,8 +174,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ReadByEngines):
         Equal contents find the plan that the workspace has. `block_tables` repeat `indices` and are not read;
         `seq_lens`, if given, must be the lengths that the table says.
 
-        With pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of the batch's pages: a pass over K and V that
-        rotating before the append saves.
+        With pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of the batch's pages (with use_cuda_graph=True,
+        of as many as `paged_kv_indices_buffer` holds): a pass over K and V that rotating before the append saves.
         """
         refuse(use_token_head_sf=use_token_head_sf)
         if window_right != 0:

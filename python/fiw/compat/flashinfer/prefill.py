@@ -256,10 +256,12 @@ class BatchPrefillWithPagedKVCacheWrapper(ReadByEngines):
         `custom_mask` (flat, request after request, qo_len * kv_len each) or its bits (request after request, each from
         a byte of its own on) replaces `causal`. So does multi-item scoring: `prefix_len_ptr` [batch],
         `token_pos_in_items_ptr` (request after request, `token_pos_in_items_len` each) and `max_item_len_ptr` [batch],
-        of which a mask is made here. With pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of the batch's
-        pages: a pass over K and V that rotating before the append saves. Equal contents find the plan that the
-        workspace has. `block_tables`, the maxima and `seq_lens_q` repeat the other arrays and are not read;
-        `seq_lens`, if given, must be the lengths that the table says.
+        of which a mask is made here. Equal contents find the plan that the workspace has. `block_tables`, the maxima
+        and `seq_lens_q` repeat the other arrays and are not read; `seq_lens`, if given, must be the lengths that the
+        table says.
+
+        With pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of the batch's pages (with use_cuda_graph=True,
+        of as many as `paged_kv_indices_buf` holds): a pass over K and V that rotating before the append saves.
         """
         refuse(use_token_head_sf=use_token_head_sf)
         variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
