@@ -115,5 +115,9 @@ class RotatedPages:
         if cache < self._least_cache:
             raise ValueError(f"paged_kv_cache has {cache} pages, expected at least {self._least_cache}, as planned")
         self._smallest_cache = cache if self._smallest_cache is None else min(cache, self._smallest_cache)
-        k, v = (side.index_select(0, self._pages).to(q.dtype) for side in (k, v))
+        k, v = (self._copied(side).to(q.dtype) for side in (k, v))
         return rope.rotate(q, self._queries), rope.rotate(k, self._keys), v
+
+    def _copied(self, side: torch.Tensor) -> torch.Tensor:
+        elements = side.view(torch.uint8) if side.element_size() == 1 else side  # not every PyTorch selects fp8
+        return elements.index_select(0, self._pages).view(side.dtype)
