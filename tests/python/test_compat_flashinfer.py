@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -44,6 +44,7 @@ class Options:
     cap: float = 0.0
     sm_scale: float | None = None
     alibi: bool = False
+    rope: tuple[float, float] | None = None  # scale and theta
     sinks: torch.Tensor | None = None
     mask: torch.Tensor | None = None  # [qo_len, kv_len]
 
@@ -52,9 +53,20 @@ def host(tensor: torch.Tensor | None) -> np.ndarray | None:
     return None if tensor is None else tensor.detach().cpu().double().numpy()
 
 
+def rotated(x: torch.Tensor, first: int, rope: tuple[float, float]) -> torch.Tensor:
+    """x [n, heads, d], whose rows begin at position `first`, as complex numbers that turn; rounded to the type of x."""
+    scale, theta = rope
+    half = x.shape[2] // 2
+    turns = np.exp(1j * np.outer(first + np.arange(len(x)), theta ** (-np.arange(half) / half)) / scale)
+    pairs = (host(x[..., :half]) + 1j * host(x[..., half:])) * turns[:, None]
+    return torch.from_numpy(np.concatenate([pairs.real, pairs.imag], axis=-1)).to(x.dtype)
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and base-2 LSE in float64 of q [n, heads, d] over k and v [m, kv_heads, d], by FlashInfer's definitions."""
     heads, slopes = q.shape[1], None
+    if options.rope is not None:
+        q, k = rotated(q, len(k) - len(q), options.rope), rotated(k.to(q.dtype), 0, options.rope)
     if options.alibi:
         power = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
@@ -170,17 +182,18 @@ class Case:
             cap=float(rng.uniform(1, 30)) if kind == "cap" else 0.0,
             sm_scale=float(rng.uniform(0.05, 0.5)) if rng.random() < 0.3 else None,
             alibi=kind == "alibi",
+            rope=random_rope(rng) if kind != "alibi" and rng.random() < 0.4 else None,
             sinks=torch.randn(self.heads, device=self.device) if kind == "sinks" else None,
         )
 
     def plan_options(self, options: Options) -> dict:
         return {
-            "pos_encoding_mode": "ALIBI" if options.alibi else "NONE",
             "window_left": options.window_left,
             "logits_soft_cap": options.cap or None,
             "sm_scale": options.sm_scale,
             "q_data_type": self.q_dtype,
             "kv_data_type": self.kv_dtype,
+            **position_encoding(options),
         }
 
     def expected(
@@ -189,9 +202,10 @@ class Case:
         outs, lses = [], []
         for r in range(self.batch):
             rows = self.q[int(self.qo_indptr[r]) : int(self.qo_indptr[r + 1])]
-            options.mask = None if masks is None else masks[r]
-            out, lse = attend(rows, self.k[r].double() * k_scale, self.v[r].double() * v_scale, options)
-            outs.append(out)
+            sm_scale = self.dim**-0.5 if options.sm_scale is None else options.sm_scale
+            scaled = replace(options, sm_scale=sm_scale * k_scale, mask=None if masks is None else masks[r])
+            out, lse = attend(rows, self.k[r], self.v[r], scaled)
+            outs.append(out * v_scale)
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
 
@@ -199,13 +213,25 @@ class Case:
     def tolerance(self) -> float:
         return TOLERANCE[self.q_dtype]
 
-    @property
-    def lse_tolerance(self) -> float:
-        """Tensor cores sum weights that are rounded to the queries' type."""
-        return 1e-4 if self.device.type == "cpu" or self.q_dtype == torch.float32 else 5e-3
+    def lse_tolerance(self, options: Options) -> float:
+        """Tensor cores sum weights that are rounded to the queries' type; rotated ones may be rounded the other way."""
+        exact = self.device.type == "cpu" and options.rope is None
+        return 1e-4 if exact or self.q_dtype == torch.float32 else 5e-3
 
     def poisoned_out(self) -> torch.Tensor:
         return torch.full_like(self.q, math.nan)
+
+
+def random_rope(rng: np.random.Generator) -> tuple[float, float]:
+    return (1.0, 1e4) if rng.random() < 0.3 else (float(rng.uniform(0.5, 8)), float(rng.uniform(10, 1e6)))
+
+
+def position_encoding(options: Options) -> dict:
+    """The arguments of calls; rope_scale and rope_theta are left out where they have their defaults."""
+    if options.rope is None:
+        return {"pos_encoding_mode": "ALIBI" if options.alibi else "NONE"}
+    names = {} if options.rope == (1.0, 1e4) else dict(zip(("rope_scale", "rope_theta"), options.rope, strict=True))
+    return {"pos_encoding_mode": "ROPE_LLAMA", **names}
 
 
 def workspace_buffer(device: torch.device) -> torch.Tensor:
@@ -248,12 +274,12 @@ def test_batch_decode(rng: np.random.Generator, device: torch.device) -> None:
     assert found[0] is out and found[1] is lse
     expected = case.expected(options, k_scale=scales[0] * scales[1], v_scale=scales[2])
     check(out, expected[0], 4 * case.tolerance)
-    check(lse, expected[1], case.lse_tolerance)
+    check(lse, expected[1], case.lse_tolerance(options))
     check(wrapper.run(case.q, case.paged_kv_cache(), sinks=options.sinks), case.expected(options)[0], case.tolerance)
-    fresh = Options(causal=True, window_left=2)
-    found = wrapper.forward_return_lse(case.q, case.paged_kv_cache(), window_left=2)
+    fresh = Options(causal=True, window_left=2, rope=random_rope(rng) if rng.random() < 0.5 else None)
+    found = wrapper.forward_return_lse(case.q, case.paged_kv_cache(), window_left=2, **position_encoding(fresh))
     check(found[0], case.expected(fresh)[0], case.tolerance)
-    check(found[1], case.expected(fresh)[1], case.lse_tolerance)
+    check(found[1], case.expected(fresh)[1], case.lse_tolerance(fresh))
     fresh.window_left = 4
     check(wrapper.run(case.q, case.paged_kv_cache(), window_left=4), case.expected(fresh)[0], case.tolerance)
 
@@ -262,6 +288,7 @@ def test_speculative_decode(rng: np.random.Generator, device: torch.device) -> N
     case = Case(rng, device, prefill=False)
     window = int(rng.integers(2, 5))
     tokens = Ragged(case, np.full(case.batch, window), case.kv_lens + window)
+    options = Options(causal=True, rope=random_rope(rng) if rng.random() < 0.5 else None)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer(device), use_tensor_cores=True)
     wrapper.plan(
         tokens.indptr,
@@ -273,10 +300,11 @@ def test_speculative_decode(rng: np.random.Generator, device: torch.device) -> N
         1,
         q_data_type=case.q_dtype,
         q_len_per_req=window,
+        **position_encoding(options),
     )
     out, lse = wrapper.run_return_lse(tokens.q, (tokens.k, tokens.v))
-    check(out, tokens.expected(Options(causal=True))[0], case.tolerance)
-    check(lse, tokens.expected(Options(causal=True))[1], case.lse_tolerance)
+    check(out, tokens.expected(options)[0], case.tolerance)
+    check(lse, tokens.expected(options)[1], case.lse_tolerance(options))
 
 
 def test_batch_paged_prefill(rng: np.random.Generator, device: torch.device) -> None:
@@ -319,9 +347,11 @@ def test_batch_paged_prefill(rng: np.random.Generator, device: torch.device) -> 
     expected_out, expected_lse = case.expected(options, masks)
     check(out, expected_out, case.tolerance)
     expected_lse = expected_lse * (math.log(2) if base == "ln" else 1)
-    check(lse, expected_lse if layout == "NH" else expected_lse.t(), case.lse_tolerance)
-    fresh = Options(causal=not options.causal, window_left=3)
-    found = wrapper.forward(case.q, case.paged_kv_cache(), causal=fresh.causal, window_left=3)
+    check(lse, expected_lse if layout == "NH" else expected_lse.t(), case.lse_tolerance(options))
+    fresh = Options(causal=not options.causal, window_left=3, rope=random_rope(rng) if rng.random() < 0.5 else None)
+    found = wrapper.forward(
+        case.q, case.paged_kv_cache(), causal=fresh.causal, window_left=3, **position_encoding(fresh)
+    )
     check(found, case.expected(fresh, masks)[0], case.tolerance)
 
 
@@ -360,9 +390,10 @@ def test_batch_ragged_prefill(rng: np.random.Generator, device: torch.device) ->
     out = torch.full_like(batch.q, math.nan)
     _, lse = wrapper.run_return_lse(batch.q, k, v, out=out)
     check(out, batch.expected(options)[0], case.tolerance)
-    check(lse, batch.expected(options)[1], case.lse_tolerance)
-    fresh = Options(causal=not options.causal, window_left=3)
-    check(wrapper.forward(batch.q, k, v, causal=fresh.causal, window_left=3), batch.expected(fresh)[0], case.tolerance)
+    check(lse, batch.expected(options)[1], case.lse_tolerance(options))
+    fresh = Options(causal=not options.causal, window_left=3, rope=random_rope(rng) if rng.random() < 0.5 else None)
+    out = wrapper.forward(batch.q, k, v, causal=fresh.causal, window_left=3, **position_encoding(fresh))
+    check(out, batch.expected(fresh)[0], case.tolerance)
 
 
 def test_ragged_fp8(rng: np.random.Generator, device: torch.device) -> None:
@@ -371,12 +402,12 @@ def test_ragged_fp8(rng: np.random.Generator, device: torch.device) -> None:
     dtype = FP8[rng.integers(0, 2)]
     k, v = batch.k.to(dtype), batch.v.to(dtype)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer(device))
-    wrapper.plan(
-        batch.qo_indptr, batch.indptr, case.heads, case.kv_heads, case.dim, q_data_type=case.q_dtype, kv_data_type=dtype
-    )
+    options = Options(rope=random_rope(rng) if rng.random() < 0.5 else None)
+    arguments = {"q_data_type": case.q_dtype, "kv_data_type": dtype, **position_encoding(options)}
+    wrapper.plan(batch.qo_indptr, batch.indptr, case.heads, case.kv_heads, case.dim, **arguments)
     batch.k, batch.v = 0.5 * k.to(torch.float32), 1.5 * v.to(torch.float32)
     out = wrapper.run(batch.q, k, v, k_scale=0.5, v_scale=1.5)
-    check(out, batch.expected(Options())[0], 2 * case.tolerance)
+    check(out, batch.expected(options)[0], 2 * case.tolerance)
 
 
 def test_single(rng: np.random.Generator, device: torch.device) -> None:
@@ -388,14 +419,14 @@ def test_single(rng: np.random.Generator, device: torch.device) -> None:
     k, v = (x if case.layout == "NHD" else x.transpose(0, 1).contiguous() for x in (batch.k, batch.v))
     common = {
         "kv_layout": case.layout,
-        "pos_encoding_mode": "ALIBI" if options.alibi else "NONE",
         "window_left": options.window_left,
         "logits_soft_cap": options.cap,
         "sm_scale": options.sm_scale,
+        **position_encoding(options),
     }
     out, lse = flashinfer.single_prefill_with_kv_cache_return_lse(batch.q, k, v, causal=options.causal, **common)
     check(out, batch.expected(options)[0], case.tolerance)
-    check(lse, batch.expected(options)[1], case.lse_tolerance)
+    check(lse, batch.expected(options)[1], case.lse_tolerance(options))
 
     options.mask = torch.rand(n, m, device=device) < 0.6
     packed = flashinfer.packbits(options.mask.reshape(-1), bitorder="little")
@@ -410,7 +441,89 @@ def test_single(rng: np.random.Generator, device: torch.device) -> None:
     )
     expected_out, expected_lse = attend(batch.q[-1:], batch.k, batch.v, options)
     check(out, 0.25 * expected_out[0], case.tolerance)
-    check(lse, expected_lse[0], case.lse_tolerance)
+    check(lse, expected_lse[0], case.lse_tolerance(options))
+
+
+def test_rotated_pages_that_requests_share(rng: np.random.Generator, device: torch.device) -> None:
+    """A page is at another place in each request, or twice in one."""
+    case = Case(rng, device, prefill=True)
+    case.indices = case.tensor(rng.integers(0, case.num_pages, len(case.indices)))
+    case.cache.copy_(torch.randn(case.cache.shape))
+    pages = case.cache.to(torch.float32) if case.layout == "NHD" else case.cache.to(torch.float32).transpose(2, 3)
+    for r in range(case.batch):
+        of_request = case.indices[int(case.indptr[r]) : int(case.indptr[r + 1])]
+        for side, rows in enumerate((case.k, case.v)):
+            tokens = pages[of_request, side].reshape(-1, case.kv_heads, case.dim)
+            rows[r] = tokens[: int(case.kv_lens[r])]
+    options = replace(case.options(), alibi=False, rope=random_rope(rng))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer(device), case.layout)
+    wrapper.plan(
+        case.qo_indptr,
+        case.indptr,
+        case.indices,
+        case.last_page_len,
+        case.heads,
+        case.kv_heads,
+        case.dim,
+        case.page_size,
+        causal=options.causal,
+        **case.plan_options(options),
+    )
+    kept = case.cache.clone()
+    out, lse = wrapper.run(case.q, case.paged_kv_cache(), return_lse=True, sinks=options.sinks)
+    check(out, case.expected(options)[0], case.tolerance)
+    check(lse, case.expected(options)[1], case.lse_tolerance(options))
+    raw = torch.uint8 if case.kv_dtype in FP8 else torch.int32 if case.kv_dtype == torch.float32 else torch.int16
+    assert torch.equal(case.cache.view(raw), kept.view(raw))
+
+
+def items_and_masks(rng: np.random.Generator, case: Case) -> tuple[dict, list[torch.Tensor]]:
+    """Requests of a prefix and items after it, for any lengths: arguments of plan(), and what they mean."""
+    prefix_lens = [int(rng.integers(0, n + 1)) for n in case.kv_lens]
+    places, masks = [], []
+    for prefix_len, qo_len, kv_len in zip(prefix_lens, case.qo_lens, case.kv_lens, strict=True):
+        own = []
+        while len(own) < kv_len - prefix_len:
+            own += range(int(rng.integers(1, 9)))  # a delimiter, and an item of up to 7 tokens
+        places.append(own[: kv_len - prefix_len])
+        # Items by number; the prefix is -1.
+        item = np.concatenate([np.full(prefix_len, -1), np.cumsum([place == 0 for place in places[-1]])]).astype(int)
+        delimiter = np.array([False] * prefix_len + [place == 0 for place in places[-1]], dtype=bool)
+        mask = np.zeros((qo_len, kv_len), dtype=bool)
+        for p, j in itertools.product(range(qo_len), range(kv_len)):
+            i = kv_len - qo_len + p
+            mask[p, j] = 0 <= j <= i and (j < prefix_len or (item[i] == item[j] and not delimiter[[i, j]].any()))
+        masks.append(torch.from_numpy(mask).to(case.device))
+    width = max(map(len, places)) + int(rng.integers(0, 3))
+    padded = np.array([own + [0] * (width - len(own)) for own in places]).astype(np.int32)
+    longest = np.array([max(own, default=0) for own in places]) + int(rng.integers(0, 2))
+    return {
+        "prefix_len_ptr": torch.tensor(prefix_lens).to(torch.uint32).to(case.device),
+        "token_pos_in_items_ptr": torch.from_numpy(padded).reshape(-1).to(torch.uint16).to(case.device),
+        "token_pos_in_items_len": width if rng.random() < 0.5 else torch.tensor(width),
+        "max_item_len_ptr": torch.from_numpy(longest).to(torch.uint16).to(case.device),
+    }, masks
+
+
+def test_multi_item_scoring(rng: np.random.Generator, device: torch.device) -> None:
+    case = Case(rng, device, prefill=True)
+    options = case.options()
+    items, masks = items_and_masks(rng, case)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer(device), case.layout)
+    pages = (case.indptr, case.indices, case.last_page_len)
+    sizes = (case.heads, case.kv_heads, case.dim)
+    arguments = {"causal": options.causal, **items, **case.plan_options(options)}
+    wrapper.plan(case.qo_indptr, *pages, *sizes, case.page_size, **arguments)
+    out, lse = wrapper.run(case.q, case.paged_kv_cache(), return_lse=True, sinks=options.sinks)
+    check(out, case.expected(options, masks)[0], case.tolerance)
+    check(lse, case.expected(options, masks)[1], case.lse_tolerance(options))
+
+    options.sinks = None
+    k, v = (torch.cat(side).to(case.q_dtype) for side in (case.k, case.v))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer(device))
+    kv_indptr = case.tensor(np.concatenate([[0], case.kv_lens.cumsum()]))
+    wrapper.plan(case.qo_indptr, kv_indptr, *sizes, **(arguments | {"kv_data_type": case.q_dtype}))
+    check(wrapper.run(case.q, k, v), case.expected(options, masks)[0], case.tolerance)
 
 
 def test_append(rng: np.random.Generator, device: torch.device) -> None:
@@ -675,7 +788,7 @@ def check_replays(
         expected = case.expected(options, masks, k_scale=0.5)
         check(out, expected[0], 2 * case.tolerance)
         if with_lse:
-            check(lse, expected[1], case.lse_tolerance)
+            check(lse, expected[1], case.lse_tolerance(options))
 
     masks = plan()
     replay = recorded(case.device, run)
@@ -890,6 +1003,54 @@ def test_rules_of_captures(one_rng: np.random.Generator, monkeypatch: pytest.Mon
     check_run()
 
 
+def test_rules_of_captured_rotations(one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=False)
+    case.kv_lens = np.maximum(case.kv_lens, 2)
+    case.allocate()
+    buffers = graph_buffers(case)[1:]
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace_buffer(case.device), *buffers, case.layout
+    )
+    options = Options(causal=True, rope=random_rope(one_rng))
+
+    def check_run() -> None:
+        check(wrapper.run(case.q, case.cache), case.expected(options)[0], case.tolerance)
+
+    plan_decode(wrapper, case)
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(NotImplementedError, match=r"first run.*ROPE_LLAMA.* while a CUDA graph is being captured"):
+        wrapper.forward(case.q, case.cache, **position_encoding(options))
+    pretend_capture(monkeypatch, False)
+    plan_decode(wrapper, case, **position_encoding(options))
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(RuntimeError, match="before it has run"):
+        wrapper.run(case.q, case.cache)
+    pretend_capture(monkeypatch, False)
+    check_run()
+    pretend_capture(monkeypatch, True)
+    check_run()
+    pages, _ = wrapper._plan._rotated
+
+    pretend_capture(monkeypatch, False)
+    sound = case.indices
+    case.indices = sound.clone()
+    case.indices[0] = case.num_pages
+    with pytest.raises(ValueError, match=f"page {case.num_pages}"):
+        plan_decode(wrapper, case, **position_encoding(options))
+    case.indices = sound
+    with pytest.raises(NotImplementedError, match="after the capture of a run"):
+        plan_decode(wrapper, case, q_len_per_req=2, **position_encoding(options))
+    check_run()  # the plan before the errors is in force
+    addresses = [array.data_ptr() for array in (pages._pages, pages._keys, pages._queries)]
+    case.deal(1)
+    plan_decode(wrapper, case)  # of other options: replays are over these pages all the same
+    assert wrapper._plan._rotated[0] is pages
+    assert [array.data_ptr() for array in (pages._pages, pages._keys, pages._queries)] == addresses
+    wrapper._plan.variant = replace(wrapper._plan.variant, rope=flashinfer._rope.Rope(*options.rope))
+    pretend_capture(monkeypatch, True)
+    check_run()
+
+
 @pytest.mark.parametrize("lens", [[1, 3], [17, 17]], ids=["several", "long"])
 def test_query_lengths_that_no_graph_takes(
     one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lens: list[int]
@@ -923,7 +1084,6 @@ def test_capture_needs_use_cuda_graph(one_rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        {"pos_encoding_mode": "ROPE_LLAMA"},
         {"pos_encoding_mode": "ALIBI", "logits_soft_cap": 30.0},
         {"q_data_type": torch.float8_e4m3fn},
         {"kv_data_type": torch.uint8},
@@ -938,7 +1098,7 @@ def test_what_plan_does_not_cover(one_rng: np.random.Generator, argument: dict) 
     case = Case(one_rng, torch.device("cpu"), prefill=False)
     wrapper = planned_decode(case, workspace_buffer(case.device))
     name, value = next(iter(argument.items()))
-    named = {"ROPE_LLAMA": "ROPE_LLAMA", "ALIBI": "ALIBI.*logits_soft_cap", torch.uint8: "NVFP4"}.get(value, name)
+    named = {"ALIBI": "ALIBI.*logits_soft_cap", torch.uint8: "NVFP4"}.get(value, name)
     with pytest.raises(NotImplementedError, match="queries of" if name == "q_data_type" else named):
         plan_decode(wrapper, case, **argument)
     check(wrapper.run(case.q, case.cache), case.expected(Options())[0], case.tolerance)
@@ -961,6 +1121,71 @@ def test_what_wrappers_do_not_cover(argument: dict, named: str) -> None:
             wrapper(workspace_buffer(torch.device("cpu")), **argument)
         with pytest.raises(KeyError, match="kv_layout"):
             wrapper(workspace_buffer(torch.device("cpu")), "NDH")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"rope_scale": 0.0}, ValueError, "rope_scale is 0.0"),
+        ({"rope_theta": math.nan}, ValueError, "rope_theta is nan"),
+        ({"pos_encoding_mode": "NONE", "rope_scale": 0.0}, None, ""),
+        ({"kv_dtype": torch.float16}, ValueError, r"k_cache.*torch.float16, expected.* torch.float32"),
+        ({"pages": 1}, ValueError, "paged_kv_cache has 1 pages"),
+        ({"rows": 1}, ValueError, "q has 1 rows"),
+    ],
+)
+def test_bad_arguments_of_rotations(
+    one_rng: np.random.Generator, device: torch.device, arguments: dict, error: type | None, named: str
+) -> None:
+    case = Case(one_rng, device, prefill=False)
+    case.q_dtype = case.kv_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    case.kv_lens, case.qo_lens, case.batch = np.array([40, 2]), np.array([1, 1]), 2
+    case.allocate()
+    plan_arguments = {"pos_encoding_mode": "ROPE_LLAMA"} | arguments
+    cache = case.cache[: plan_arguments.pop("pages", None)].to(plan_arguments.pop("kv_dtype", case.kv_dtype))
+    q = case.q[: plan_arguments.pop("rows", None)]
+    if error is None:
+        found = planned_decode(case, workspace_buffer(device), **plan_arguments).run(q, cache)
+        check(found, case.expected(Options())[0], case.tolerance)
+        return
+    with pytest.raises(error, match=named.replace("torch.float32", str(case.q_dtype))):
+        planned_decode(case, workspace_buffer(device), **plan_arguments).run(q, cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"prefix_len_ptr": None}, "prefix_len_ptr is None"),
+        ({"max_item_len_ptr": None}, "max_item_len_ptr is None"),
+        ({"prefix_len_ptr": torch.tensor([1])}, "prefix_len_ptr has 1 elements"),
+        ({"prefix_len_ptr": torch.tensor([1, -1])}, "prefix_len_ptr has -1"),
+        ({"token_pos_in_items_ptr": torch.zeros(7, dtype=torch.int32)}, "token_pos_in_items_ptr has 7 elements"),
+        ({"token_pos_in_items_len": 3}, "token_pos_in_items_len is 3"),
+        ({"max_item_len_ptr": torch.tensor([2, 1])}, r"max_item_len_ptr\[1\] is 1"),
+        ({"custom_mask": torch.ones(14, dtype=torch.bool)}, "custom mask"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_arguments_of_multi_item_scoring(change: dict, named: str) -> None:
+    qo_indptr, kv_indptr = torch.tensor([0, 2, 4]), torch.tensor([0, 4, 10])
+    items = {
+        "prefix_len_ptr": torch.tensor([1, 2]),
+        "token_pos_in_items_ptr": torch.tensor([0, 1, 2, 0, 0, 1, 2, 0, 0, 0]),
+        "token_pos_in_items_len": 4,
+        "max_item_len_ptr": torch.tensor([2, 2]),
+    }
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer(torch.device("cpu")))
+    wrapper.plan(qo_indptr, kv_indptr, 2, 1, 8, **items)
+    with pytest.raises(ValueError, match=named):
+        wrapper.plan(qo_indptr, kv_indptr, 2, 1, 8, **(items | change))
+
+
+def test_rotations_in_a_cascade() -> None:
+    one = torch.tensor([0, 1])
+    arrays = [[one], [one], [torch.tensor([0])], [torch.tensor([1])]]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(1, workspace_buffer(torch.device("cpu")))
+    with pytest.raises(NotImplementedError, match="ROPE_LLAMA"):
+        wrapper.plan(*arrays, 2, 1, 8, 1, pos_encoding_mode="ROPE_LLAMA")
 
 
 def test_bad_arguments_leave_the_wrapper_usable(one_rng: np.random.Generator, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import fiw
+from fiw.compat.flashinfer._rope import RotatedPages
 from fiw.compat.flashinfer._terms import current_stream, is_capturing, not_covered
 
 MAX_WINDOW = 16
@@ -84,11 +85,21 @@ class GraphRuns:
         self._batch, self._max_pages = batch, max_pages
         self._sessions: dict[tuple[PlanShape, fiw.StepSpec, int], fiw.GraphSession] = {}
         self._captured: PlanShape | None = None
+        self.copies: tuple[RotatedPages, GraphRuns] | None = None
+        """See over_copies(); None: it has not been asked."""
+
+    def over_copies(self, device: torch.device) -> tuple[RotatedPages, GraphRuns]:
+        """The copies that captured runs of rotations make, and what these read of their plans."""
+        if self.copies is None:
+            self.copies = RotatedPages(device, self._max_pages), GraphRuns(self._batch, self._max_pages)
+        return self.copies
 
     def prepare(self, shape: PlanShape, table: fiw.PageTable, device: torch.device) -> bool:
         """Rewrites the plans of this shape; returns whether there are any."""
         if self._captured not in (None, shape):
             raise not_covered(f"plan() for {shape}, after the capture of a run() for {self._captured}")
+        if self.copies is not None:
+            self.copies[0].check(table)
         # Caches of fewest pages first: they alone can refuse the table.
         own = sorted((pages, i) for i, (other, _, pages) in enumerate(self._sessions) if other == shape)
         sessions = list(self._sessions.values())

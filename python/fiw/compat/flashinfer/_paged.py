@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 import fiw
 from fiw.compat.flashinfer._graph import MAX_WINDOW, GraphRuns, PlanShape
+from fiw.compat.flashinfer._rope import RotatedPages, own_pages
 from fiw.compat.flashinfer._terms import (
     BASE_2,
     LseForm,
@@ -19,6 +20,7 @@ from fiw.compat.flashinfer._terms import (
     alibi_shift,
     alibi_slopes,
     check_not_capturing,
+    check_planned,
     current_stream,
     host_int32,
     is_capturing,
@@ -82,6 +84,7 @@ class PagedPlan:
         self.variant = variant
         self._shape = shape
         self._table = table
+        self._device = device
         self._qo_indptr = qo_indptr
         self._verify = verify
         self._mask = mask
@@ -89,8 +92,12 @@ class PagedPlan:
         self._graph_mask = graph_mask
         self._steps: dict[fiw.StepSpec, fiw.AttentionStep] = {}
         self._alibi_shift: torch.Tensor | None = None
-        if graph_runs is None or not graph_runs.prepare(shape, table, device):
+        self._rotated: tuple[RotatedPages, PagedPlan] | None = None
+        prepared = graph_runs is not None and graph_runs.prepare(shape, table, device)
+        if variant.rope is None and not prepared:
             self._step(self._spec(variant, sinks=False))
+        if variant.rope is not None or (graph_runs is not None and graph_runs.copies is not None):
+            self._over_rotated_pages()
 
     def _spec(self, variant: Variant, sinks: bool) -> fiw.StepSpec:
         return fiw.StepSpec(
@@ -120,10 +127,51 @@ class PagedPlan:
             return workspace.plan_verify(window, self._table, spec)
         return workspace.plan_prefill(self._qo_indptr, self._table, spec)
 
+    def _over_rotated_pages(self) -> tuple[RotatedPages, PagedPlan]:
+        """The same batch over rotated copies, of which a plan knows nothing but that they are of the type of q."""
+        if self._rotated is None:
+            check_not_capturing(self._device, "the first run() with pos_encoding_mode 'ROPE_LLAMA'")
+            pages, graph_runs = RotatedPages(self._device), None
+            if self._graph_runs is not None:
+                pages, graph_runs = self._graph_runs.over_copies(self._device)
+            plan = PagedPlan(
+                replace(self._shape, dtypes=(self._shape.dtypes[0], self._shape.dtypes[0])),
+                own_pages(self._table),
+                self._qo_indptr,
+                replace(self.variant, rope=None),
+                self._device,
+                verify=self._verify,
+                mask=self._mask,
+                graph_runs=graph_runs,
+                graph_mask=self._graph_mask,
+            )
+            pages.fill(self._table, self._qo_indptr)
+            self._rotated = pages, plan
+        return self._rotated
+
     def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedKv, kv_layout: Layout, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`options` are those of _run()."""
+        k, v = (side.detach() for side in unpack_paged_kv_cache(paged_kv_cache, kv_layout))
+        rope = self.variant.rope
+        if rope is None:
+            return self._run(q.detach(), k, v, kv_layout, **options)
+        if kv_layout == "HND":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        heads, head_dims, dtypes = self._shape.heads, self._shape.head_dims, self._shape.dtypes
+        check_planned("q", q, (heads[0], head_dims[0]), dtypes[0])
+        for name, side, head_dim in zip(("k_cache (as NHD)", "v_cache (as NHD)"), (k, v), head_dims, strict=True):
+            check_planned(name, side, (self._shape.page_size, heads[1], head_dim), dtypes[1])
+        pages, plan = self._over_rotated_pages()
+        plan.variant = replace(self.variant, rope=None)
+        return plan._run(*pages.take(rope, q.detach(), k, v), "NHD", **options)
+
+    def _run(
         self,
         q: torch.Tensor,
-        paged_kv_cache: PagedKv,
+        k: torch.Tensor,
+        v: torch.Tensor,
         kv_layout: Layout,
         *,
         window_left: int | None = None,
@@ -139,7 +187,6 @@ class PagedPlan:
         variant = self.variant
         if window_left is not None:
             variant = replace(variant, window_left=max(-1, window_left))
-        k, v = (side.detach() for side in unpack_paged_kv_cache(paged_kv_cache, kv_layout))
         # Logits take k_scale and q_scale alike, and a cache's scales are no part of a plan.
         cache = fiw.KvCache(
             k,
@@ -157,12 +204,12 @@ class PagedPlan:
         slopes = alibi_slopes(self._shape.heads[0], q.device) if variant.alibi else None
         if session is None:
             self._step(spec).run(
-                q.detach(), cache, sinks=sinks, alibi_slopes=slopes, custom_mask=self._mask, out=out, lse=natural
+                q, cache, sinks=sinks, alibi_slopes=slopes, custom_mask=self._mask, out=out, lse=natural
             )
         else:
             session.begin(self._table.batch, current_stream(q.device))
             session.run(
-                q.detach(),
+                q,
                 cache,
                 out,
                 # A session's kernels must be given one where a window has no causal limit.

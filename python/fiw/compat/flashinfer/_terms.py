@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import fiw
+from fiw.compat.flashinfer._rope import Rope
 from fiw.kv_cache import Layout
 
 PagedKv = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -175,6 +176,13 @@ def token_major(tensor: torch.Tensor, kv_layout: str) -> torch.Tensor:
     return tensor if kv_layout == "NHD" else tensor.transpose(0, 1)
 
 
+def check_planned(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """`shape`: all axes but the first."""
+    if tuple(tensor.shape[1:]) != shape or tensor.dtype != dtype:
+        found = f"[{', '.join(map(str, tensor.shape))}] of {tensor.dtype}"
+        raise ValueError(f"{name} is {found}, expected [*, {', '.join(map(str, shape))}] of {dtype}, as planned")
+
+
 def scalar(name: str, scale: Scale | None) -> float:
     if isinstance(scale, torch.Tensor) and scale.numel() != 1:
         raise not_covered(f"{name} of {scale.numel()} elements, only one")
@@ -190,6 +198,7 @@ class Variant:
 
     causal: bool
     alibi: bool
+    rope: Rope | None
     window_left: int
     logits_soft_cap: float
     sm_scale: float | None
@@ -201,11 +210,12 @@ class Variant:
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
     ) -> Variant:
         if pos_encoding_mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
             raise KeyError(f"pos_encoding_mode is {pos_encoding_mode!r}, expected 'NONE', 'ROPE_LLAMA' or 'ALIBI'")
-        if pos_encoding_mode == "ROPE_LLAMA":
-            raise not_covered("pos_encoding_mode 'ROPE_LLAMA': rotate q and k before the call")
+        rope = Rope.of(rope_scale, rope_theta) if pos_encoding_mode == "ROPE_LLAMA" else None
         cap = max(0.0, logits_soft_cap or 0.0)
         alibi = pos_encoding_mode == "ALIBI"
         if alibi and cap > 0:
@@ -213,7 +223,7 @@ class Variant:
         if sm_scale is not None and not float(sm_scale) > 0:
             raise ValueError(f"sm_scale is {sm_scale}, expected a value above 0, or None for 1 / sqrt(head_dim)")
         scale = None if sm_scale is None else float(sm_scale)
-        return Variant(bool(causal), alibi, max(-1, int(window_left)), cap, scale)
+        return Variant(bool(causal), alibi, rope, max(-1, int(window_left)), cap, scale)
 
     def options(self) -> dict[str, Any]:
         """As keywords of this library's calls."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fiw.compat.flashinfer._terms import BASE_2, DTypeLike, PagedKv, natural, workspace_on
+from fiw.compat.flashinfer._terms import BASE_2, DTypeLike, PagedKv, natural, not_covered, workspace_on
 from fiw.compat.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from fiw.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -110,6 +110,8 @@ class MultiLevelCascadeAttentionWrapper:
         kv_data_type: DTypeLike | None = None,
     ) -> None:
         """Plans each level with its arrays; `causal` is for the last one, whose keys are the queries' own."""
+        if pos_encoding_mode == "ROPE_LLAMA":
+            raise not_covered("pos_encoding_mode 'ROPE_LLAMA' in a cascade: each level counts positions from 0")
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         for level, level_arrays in zip(self._levels, zip(*arrays, strict=True), strict=True):
             level.plan(

@@ -55,8 +55,8 @@ def single_decode_with_kv_cache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one token, q [num_qo_heads, head_dim], over k and v [kv_len, num_kv_heads, head_dim] (NHD).
 
-    Returns out [num_qo_heads, head_dim], and the base-2 LSE [num_qo_heads] on request. `use_tensor_cores` is a hint
-    without effect here.
+    Returns out [num_qo_heads, head_dim], and the base-2 LSE [num_qo_heads] on request. With pos_encoding_mode
+    "ROPE_LLAMA", each call rotates a copy of k. `use_tensor_cores` is a hint without effect here.
     """
     scale = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if q_scale is None else q_scale)
     out, lse = single_prefill_with_kv_cache(
@@ -173,6 +173,9 @@ class BatchDecodeWithPagedKVCacheWrapper(ReadByEngines):
 
         Equal contents find the plan that the workspace has. `block_tables` repeat `indices` and are not read;
         `seq_lens`, if given, must be the lengths that the table says.
+
+        With pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of the batch's pages (with use_cuda_graph=True,
+        of as many as `paged_kv_indices_buffer` holds): a pass over K and V that rotating before the append saves.
         """
         refuse(use_token_head_sf=use_token_head_sf)
         if window_right != 0:
@@ -181,7 +184,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ReadByEngines):
             raise ValueError(f"q_len_per_req is {q_len_per_req}, expected at least 1")
         if is_causal is not None and is_causal != (q_len_per_req > 1):
             raise not_covered(f"is_causal {is_causal} with q_len_per_req {q_len_per_req}")
-        variant = Variant.of(pos_encoding_mode, True, window_left, logits_soft_cap, sm_scale)
+        variant = Variant.of(pos_encoding_mode, True, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         dtypes = resolve_dtypes(
             data_type if q_data_type is None else q_data_type,
             data_type if kv_data_type is None else kv_data_type,
@@ -289,7 +292,9 @@ class BatchDecodeWithPagedKVCacheWrapper(ReadByEngines):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """FlashInfer's deprecated run(): these options replace, for good, those of plan()."""
         plan = planned(self._plan)
-        plan.variant = Variant.of(pos_encoding_mode, True, window_left, logits_soft_cap, sm_scale)
+        plan.variant = Variant.of(
+            pos_encoding_mode, True, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        )
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)

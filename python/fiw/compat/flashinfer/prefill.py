@@ -12,7 +12,9 @@ import torch
 import fiw
 from fiw.compat.flashinfer._engines import ReadByEngines, fixed_buffer
 from fiw.compat.flashinfer._graph import FixedBuffers, GraphRuns, PlanShape
+from fiw.compat.flashinfer._masks import MultiItem, packed_mask
 from fiw.compat.flashinfer._paged import PagedPlan, page_table, planned, uniform_window
+from fiw.compat.flashinfer._rope import rotated_rows
 from fiw.compat.flashinfer._terms import (
     BASE_2,
     DTypeLike,
@@ -24,6 +26,7 @@ from fiw.compat.flashinfer._terms import (
     alibi_slopes,
     check_backend,
     check_not_capturing,
+    check_planned,
     checked_kv_layout,
     host_int32,
     is_fp8,
@@ -35,7 +38,7 @@ from fiw.compat.flashinfer._terms import (
     workspace_of,
     workspace_on,
 )
-from fiw.compat.flashinfer.quantization import packbits, segment_packbits
+from fiw.compat.flashinfer.quantization import packbits
 
 
 def single_prefill_with_kv_cache(
@@ -68,7 +71,8 @@ def single_prefill_with_kv_cache(
 
     Returns out [qo_len, num_qo_heads, head_dim_vo], and the base-2 LSE [qo_len, num_qo_heads] on request.
     `custom_mask` [qo_len, kv_len], or its bits as `packbits(mask, bitorder="little")` gives them, replaces `causal`.
-    `use_fp16_qk_reduction` is a permission that is not used.
+    With pos_encoding_mode "ROPE_LLAMA", each call rotates a copy of k. `use_fp16_qk_reduction` is a permission that is
+    not used.
     """
     refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     check_backend(backend)
@@ -76,7 +80,7 @@ def single_prefill_with_kv_cache(
     check_not_capturing(q.device, "single_prefill_with_kv_cache() or single_decode_with_kv_cache()")
     resolve_dtypes(q.dtype, k.dtype, o_dtype)
     scale = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * scalar("k_scale", k_scale)
-    variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, scale)
+    variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, scale, rope_scale, rope_theta)
     k, v = token_major(k, kv_layout), token_major(v, kv_layout)
     indptrs = np.array([[0, len(q)], [0, len(k)]], dtype=np.int32)
     if packed_custom_mask is None and custom_mask is not None:
@@ -110,15 +114,18 @@ def _ragged(
     lse_form: LseForm = BASE_2,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over k and v [total_kv, num_kv_heads, head_dim]. fp8 ones are widened to the type of q first."""
+    q, k, v = q.detach(), k.detach(), v.detach()
     if is_fp8(k.dtype):
         k, v = k.to(q.dtype), v.to(q.dtype)
+    if variant.rope is not None:
+        q, k = rotated_rows(variant.rope, q, k, qo_indptr, kv_indptr)
     if out is None:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     natural = lse_form.buffer(q, lse) if return_lse else None
     workspace.ragged_prefill(
-        q.detach(),
-        k.detach(),
-        v.detach(),
+        q,
+        k,
+        v,
         qo_indptr,
         kv_indptr,
         alibi_slopes=alibi_slopes(q.shape[1], q.device) if variant.alibi else None,
@@ -133,30 +140,6 @@ def _ragged(
         return out
     shift = alibi_shift(np.diff(qo_indptr), np.diff(kv_indptr), q.device) if variant.alibi else None
     return out, lse_form.finish(natural, lse, shift)
-
-
-def _packed_mask(
-    custom_mask: torch.Tensor | None,
-    packed_custom_mask: torch.Tensor | None,
-    qo_lens: np.ndarray,
-    kv_lens: np.ndarray,
-    device: torch.device,
-) -> fiw.PackedMask | None:
-    """The batch's mask, each request's bits from a byte of their own on, as segment_packbits gives them."""
-    lengths = torch.from_numpy(qo_lens.astype(np.int64) * kv_lens)
-    indptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    if packed_custom_mask is not None:
-        byte_indptr = torch.nn.functional.pad(((lengths + 7) // 8).cumsum(0), (1, 0)).to(torch.int32)
-        found, expected = packed_custom_mask.numel(), int(byte_indptr[-1])
-        if found < expected:
-            raise ValueError(f"packed_custom_mask has {found} bytes, expected at least {expected}")
-        return fiw.PackedMask(packed_custom_mask.to(device), byte_indptr.to(device))
-    if custom_mask is None:
-        return None
-    if custom_mask.numel() != int(indptr[-1]):
-        raise ValueError(f"custom_mask has {custom_mask.numel()} elements, expected qo_len * kv_len each: {indptr[-1]}")
-    bits, byte_indptr = segment_packbits(custom_mask.reshape(-1), indptr.to(custom_mask.device), bitorder="little")
-    return fiw.PackedMask(bits.to(device), byte_indptr.to(device))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(ReadByEngines):
@@ -271,23 +254,30 @@ class BatchPrefillWithPagedKVCacheWrapper(ReadByEngines):
         """Plans the batch: queries by `qo_indptr` [batch + 1], pages by the three arrays of the cache.
 
         `custom_mask` (flat, request after request, qo_len * kv_len each) or its bits (request after request, each from
-        a byte of its own on) replaces `causal`. Equal contents find the plan that the workspace has. `block_tables`,
-        the maxima and `seq_lens_q` repeat the other arrays and are not read; `seq_lens`, if given, must be the lengths
-        that the table says.
+        a byte of its own on) replaces `causal`. So does multi-item scoring: `prefix_len_ptr` [batch],
+        `token_pos_in_items_ptr` (request after request, `token_pos_in_items_len` each) and `max_item_len_ptr` [batch],
+        of which a mask is made here. Equal contents find the plan that the workspace has. `block_tables`, the maxima
+        and `seq_lens_q` repeat the other arrays and are not read; `seq_lens`, if given, must be the lengths that the
+        table says.
+
+        With pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of the batch's pages (with use_cuda_graph=True,
+        of as many as `paged_kv_indices_buf` holds): a pass over K and V that rotating before the append saves.
         """
-        refuse(
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
-            use_token_head_sf=use_token_head_sf,
-        )
-        variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale)
+        refuse(use_token_head_sf=use_token_head_sf)
+        variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         dtypes = resolve_dtypes(q_data_type, kv_data_type, o_data_type)
         table = page_table(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens)
         query_starts = host_int32("qo_indptr", qo_indptr)
         if query_starts.size != table.batch + 1:
             raise ValueError(f"qo_indptr has {query_starts.size} elements, expected batch_size + 1 = {table.batch + 1}")
-        mask = _packed_mask(custom_mask, packed_custom_mask, np.diff(query_starts), table.kv_lens, self.device)
+        mask = packed_mask(
+            custom_mask,
+            packed_custom_mask,
+            MultiItem.of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            np.diff(query_starts),
+            table.kv_lens,
+            self.device,
+        )
         rows, copies, graph_mask = self._max_total_num_rows, {}, None
         if self._fixed is not None:
             rows = _check_rows(query_starts, rows)
@@ -396,7 +386,9 @@ class BatchPrefillWithPagedKVCacheWrapper(ReadByEngines):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """FlashInfer's deprecated run(): these options replace, for good, those of plan()."""
         plan = planned(self._plan)
-        plan.variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale)
+        plan.variant = Variant.of(
+            pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)
@@ -496,24 +488,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReadByEngines):
     ) -> None:
         """Takes the batch: queries by `qo_indptr` [batch + 1], keys and values by `kv_indptr` [batch + 1].
 
-        The plan itself is made by the first run(), and found by the next. Masks are those of the paged wrapper.
+        The plan itself is made by the first run(), and found by the next. Masks and multi-item scoring are those of the
+        paged wrapper; with pos_encoding_mode "ROPE_LLAMA", each run() rotates a copy of k.
         `seq_lens`, `seq_lens_q` and the maxima repeat the other arrays and are not read.
         """
-        refuse(
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
-            v_indptr=v_indptr,
-            o_indptr=o_indptr,
-            use_token_head_sf=use_token_head_sf,
-        )
-        variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale)
+        refuse(v_indptr=v_indptr, o_indptr=o_indptr, use_token_head_sf=use_token_head_sf)
+        variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         dtypes = resolve_dtypes(q_data_type, kv_data_type, o_data_type)
         query_starts = host_int32("qo_indptr", qo_indptr if qo_indptr_cpu is None else qo_indptr_cpu)
         key_starts = host_int32("kv_indptr", kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu)
         if key_starts.size != query_starts.size:
             raise ValueError(f"kv_indptr has {key_starts.size} elements, expected {query_starts.size}, as qo_indptr")
-        mask = _packed_mask(custom_mask, packed_custom_mask, np.diff(query_starts), np.diff(key_starts), self.device)
+        mask = packed_mask(
+            custom_mask,
+            packed_custom_mask,
+            MultiItem.of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            np.diff(query_starts),
+            np.diff(key_starts),
+            self.device,
+        )
         if self._fixed is not None:
             rows = _check_rows(query_starts, self._max_total_num_rows)
             copies = self._fixed.check(
@@ -565,9 +558,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReadByEngines):
             ("k", k, self._heads[1], self._head_dims[0], self._dtypes[1]),
             ("v", v, self._heads[1], self._head_dims[1], self._dtypes[1]),
         ):
-            if tuple(tensor.shape[1:]) != (heads, dim) or tensor.dtype != dtype:
-                found = f"[{', '.join(map(str, tensor.shape))}] of {tensor.dtype}"
-                raise ValueError(f"{name} is {found}, planned were {heads} heads of {dim} elements, {dtype}")
+            check_planned(name, tensor, (heads, dim), dtype)
         scaled = is_fp8(k.dtype)
         if scaled and k_scale is not None:
             sm_scale = self._head_dims[0] ** -0.5 if variant.sm_scale is None else variant.sm_scale
@@ -608,7 +599,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReadByEngines):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """FlashInfer's deprecated run(): these options replace, for good, those of plan()."""
         planned(self._variant)
-        self._variant = Variant.of(pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale)
+        self._variant = Variant.of(
+            pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        )
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = partialmethod(forward, return_lse=True)
