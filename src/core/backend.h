@@ -58,7 +58,7 @@ struct FixedTable {
 /// One attention call, planned and placed.
 struct AttentionLaunch {
   const ScheduleShape* shape = nullptr;
-  const std::byte* schedule = nullptr;  ///< the plan's slice of int scratch
+  std::byte* schedule = nullptr;  ///< the plan's slice of int scratch
   const AttentionParams* params = nullptr;
   ConstTensor q{};
   std::span<const std::int32_t> qo_indptr{};  ///< empty: uniform

@@ -87,7 +87,7 @@ bool same_layout(const ScheduleShape& a, const ScheduleShape& b) {
   return a.family == b.family && a.padded_items == b.padded_items && a.padded_rows == b.padded_rows &&
          a.tile_rows == b.tile_rows && a.split_kv == b.split_kv && a.partial_rows == b.partial_rows &&
          a.o_indptr == b.o_indptr && a.merge_indptr == b.merge_indptr && a.kv_chunk_size == b.kv_chunk_size &&
-         a.bytes == b.bytes;
+         a.arrivals == b.arrivals && a.bytes == b.bytes;
 }
 
 std::string describe(const GraphAlarm& alarm) {
@@ -168,7 +168,7 @@ GraphState::GraphState(std::shared_ptr<WorkspaceState> workspace, PlanKind kind,
   memory_ = allocate_or_throw(*backend_, memory_bytes_, "a graph", nullptr);
   try {
     scratch_ = allocate_or_throw(*backend_, scratch_bytes_, "a graph", nullptr);
-    // A schedule of zeros has no work: a replay that nothing was prepared for writes empty rows.
+    // A schedule of zeros has no work: a replay that nothing was prepared for computes nothing.
     const std::span<std::byte> staged = backend_->stage(memory_, memory_bytes_);
     std::ranges::fill(staged, std::byte{0});
     std::ranges::copy(qo_indptr_, reinterpret_cast<std::int32_t*>(staged.data() + table_.qo_indptr));

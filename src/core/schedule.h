@@ -70,6 +70,7 @@ struct ScheduleShape {
   std::int32_t tile_rows = 0;     ///< packed (token, head-in-group) rows a tile, of FA3 tokens; 0: one tile a request
   std::int32_t kv_chunk_tokens = 0;  ///< whole pages, at most 2^31 - 1; the largest request's when not split
   std::int64_t partial_rows = 0;     ///< rows of partial outputs; 0 when not split
+  std::int32_t max_chunks = 1;       ///< most chunks of one request
   bool split_kv = false;
   bool graph = false;
 
@@ -81,6 +82,7 @@ struct ScheduleShape {
   std::size_t merge_indptr = 0;      ///< [padded_rows + 1]; only when split
   std::size_t kv_chunk_size = 0;     ///< [1], tokens
   std::size_t total_num_rows = 0;    ///< [1]
+  std::size_t arrivals = 0;          ///< [padded_batch * KV heads], zeros; kCudaStream only, and only when split
   std::size_t block_valid_mask = 0;  ///< [padded_items], 1 for a real item; only under a graph
   std::size_t bytes = 0;             ///< all of the above
 

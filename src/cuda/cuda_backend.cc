@@ -77,6 +77,16 @@ std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
   return shape.family == KernelFamily::kCudaCore ? kCoreTileRows : shape.tile_rows;
 }
 
+/// Whether the blocks of our own kernel merge their partial results, which saves a launch. Then one block merges all
+/// rows of a KV head, where the merge kernel spreads them over the device. On an H200 the blocks were ahead in plans
+/// for up to 8 rows a request, and for 16 and 32 rows up to about so many partial results. A graph's chunks come with
+/// its tables: half of what it has room for is one wave of blocks.
+bool merges_itself(const ScheduleShape& shape, const StreamKernel& kernel) noexcept {
+  constexpr std::int64_t kMostPartials = 128;
+  const std::int64_t chunks = shape.graph ? shape.padded_items / shape.padded_batch / 2 : shape.max_chunks;
+  return kernel.rows <= 8 || chunks * kernel.rows <= kMostPartials;
+}
+
 /// A captured step's table was sized so.
 bool numbers_slots(const AttentionLaunch& launch) noexcept {
   if (launch.kv == nullptr || launch.fixed != nullptr) return true;
@@ -543,6 +553,15 @@ void CudaBackend::attend(const AttentionLaunch& given) {
   const bool unfinished = chosen.tile != nullptr && !chosen.tile->finishes;
   std::optional<Temporary> bounce;
   std::optional<Temporary> lse;
+  StreamMerge merge;
+  if (chosen.stream != nullptr && shape.split_kv && merges_itself(shape, *chosen.stream) &&
+      suits_vectors(out.data, out.dtype, {out.row_stride, out.head_stride})) {
+    merge = {.arrivals = reinterpret_cast<std::uint32_t*>(launch.schedule + shape.arrivals),
+             .out = out.data,
+             .out_row = out.row_stride,
+             .out_head = out.head_stride,
+             .lse = launch.lse};
+  }
   if (shape.split_kv) {
     args.out = launch.scratch.data();
     args.lse = reinterpret_cast<float*>(launch.scratch.data() +
@@ -573,7 +592,7 @@ void CudaBackend::attend(const AttentionLaunch& given) {
     check(chosen.core->launch(args, stream), "launching a CUDA-core decode kernel");
   } else if (chosen.stream != nullptr) {
     prepare(chosen.stream->function, chosen.stream->shared_bytes);
-    check(chosen.stream->launch(args, launches_ahead_, stream), "launching a stream kernel");
+    check(chosen.stream->launch(args, merge, launches_ahead_, stream), "launching a stream kernel");
   } else if (chosen.tile != nullptr) {
     prepare(chosen.tile->function, chosen.tile->shared_bytes);
     check(chosen.tile->launch(args, stream), "launching a tile kernel");
@@ -589,7 +608,7 @@ void CudaBackend::attend(const AttentionLaunch& given) {
                      stream),
           "launching the general attention kernel");
   }
-  if (shape.split_kv || unfinished) {
+  if ((shape.split_kv && merge.arrivals == nullptr) || unfinished) {
     PartialRows partials{.out = args.out, .lse = args.lse, .sinks = launch.extras.sinks};
     if (shape.split_kv) {
       partials.merge_indptr = reinterpret_cast<const std::int32_t*>(launch.schedule + shape.merge_indptr);

@@ -87,9 +87,9 @@ void Graphs::replay(const Recording& recording, Stream stream) {
     fail(Reason::kOptions,
          "stream is being captured: a session's steps are recorded by begin() and run(), not replayed");
   }
-  timeline_.enter(on);
+  const unsigned long long id = timeline_.enter(on);
   check(cudaGraphLaunch(static_cast<const ExecutableGraph&>(recording).get(), on), "cudaGraphLaunch");
-  timeline_.leave(on);
+  timeline_.leave(on, id);
 }
 
 std::shared_ptr<GraphAlarm> Graphs::make_alarm() {

@@ -10,27 +10,26 @@ Timeline::Timeline() { check(cudaEventCreateWithFlags(&latest_, cudaEventDisable
 
 Timeline::~Timeline() { cudaEventDestroy(latest_); }
 
-void Timeline::enter(cudaStream_t stream) {
-  if (!marked_) return;
+unsigned long long Timeline::enter(cudaStream_t stream) {
   unsigned long long id = 0;
   check(cudaStreamGetId(stream, &id), "cudaStreamGetId");
-  if (id != stream_id_) check(cudaStreamWaitEvent(stream, latest_, 0), "cudaStreamWaitEvent");
+  if (marked_ && id != stream_id_) check(cudaStreamWaitEvent(stream, latest_, 0), "cudaStreamWaitEvent");
+  return id;
 }
 
-void Timeline::leave(cudaStream_t stream) {
-  check(cudaStreamGetId(stream, &stream_id_), "cudaStreamGetId");
+void Timeline::leave(cudaStream_t stream, unsigned long long id) {
+  stream_id_ = id;
   check(cudaEventRecord(latest_, stream), "cudaEventRecord");
   marked_ = true;
 }
 
-Timeline::Entry::Entry(Timeline& timeline, cudaStream_t stream) : timeline_(timeline), stream_(stream) {
-  timeline_.enter(stream_);
-}
+Timeline::Entry::Entry(Timeline& timeline, cudaStream_t stream)
+    : timeline_(timeline), stream_(stream), id_(timeline.enter(stream)) {}
 
 Timeline::Entry::~Entry() {
   if (left_) return;
   try {
-    timeline_.leave(stream_);
+    timeline_.leave(stream_, id_);
   } catch (const Error&) {
     // What ended the call is told by the exception under way.
   }
@@ -38,7 +37,7 @@ Timeline::Entry::~Entry() {
 
 void Timeline::Entry::leave() {
   left_ = true;
-  timeline_.leave(stream_);
+  timeline_.leave(stream_, id_);
 }
 
 void Timeline::drain() {

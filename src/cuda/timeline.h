@@ -15,8 +15,9 @@ class Timeline {
   Timeline& operator=(const Timeline&) = delete;
   ~Timeline();
 
-  void enter(cudaStream_t stream);
-  void leave(cudaStream_t stream);
+  /// Returns the stream's id, for leave().
+  unsigned long long enter(cudaStream_t stream);
+  void leave(cudaStream_t stream, unsigned long long id);
   class Entry;
   /// Blocks the host until all work is done.
   void drain();
@@ -40,6 +41,7 @@ class Timeline::Entry {
  private:
   Timeline& timeline_;
   const cudaStream_t stream_;
+  const unsigned long long id_;
   bool left_ = false;
 };
 

@@ -83,7 +83,7 @@ void check_family(KernelFamily family, std::int32_t max_qo_len) {
 }
 
 // Offsets in writing order; every array starts aligned and owns the gap behind it.
-void lay_out(ScheduleShape& shape) noexcept {
+void lay_out(ScheduleShape& shape, std::int32_t num_kv_heads) noexcept {
   const auto place = [&](std::size_t elements, std::size_t element_bytes) {
     const std::size_t offset = shape.bytes;
     shape.bytes += align_up(elements * element_bytes);
@@ -98,6 +98,10 @@ void lay_out(ScheduleShape& shape) noexcept {
       place(shape.split_kv ? static_cast<std::size_t>(shape.padded_rows) + 1 : 0, sizeof(std::int32_t));
   shape.kv_chunk_size = place(1, sizeof(std::int32_t));
   shape.total_num_rows = place(1, sizeof(std::int32_t));
+  const bool counts = shape.split_kv && shape.family == KernelFamily::kCudaStream;
+  shape.arrivals =
+      place(counts ? static_cast<std::size_t>(shape.padded_batch) * static_cast<std::size_t>(num_kv_heads) : 0,
+            sizeof(std::uint32_t));
   shape.block_valid_mask = place(shape.graph ? items : 0, sizeof(std::uint8_t));
 }
 
@@ -173,6 +177,7 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
   shape.split_kv = may_split && (always || items > totals.uncut_items);
   if (!shape.split_kv) chunk_pages = totals.longest;
   shape.items = checked_int32(items, "the number of work items");
+  shape.max_chunks = ceil_div(totals.longest, chunk_pages);
   shape.kv_chunk_tokens = chunk_tokens(chunk_pages, work.page_size);
   shape.padded_items = shape.items;
   shape.padded_batch = shape.batch;
@@ -186,7 +191,7 @@ ScheduleShape shape_schedule(KernelFamily family, const DeviceProps& device, con
     checked_int32(shape.partial_rows, "the number of partial rows");
     check_partial_elements(shape, work);
   }
-  lay_out(shape);
+  lay_out(shape, work.num_kv_heads);
   return shape;
 }
 
@@ -263,7 +268,8 @@ void write_schedule(const ScheduleShape& shape, const WorkLoad& work, std::span<
     array[0] = value;
   };
   put(shape.kv_chunk_size, shape.total_num_rows, shape.kv_chunk_tokens);
-  put(shape.total_num_rows, shape.block_valid_mask, shape.total_rows);
+  put(shape.total_num_rows, shape.arrivals, shape.total_rows);
+  std::ranges::fill(ints(out, shape.arrivals, shape.block_valid_mask), 0);
   const auto mask = out.subspan(shape.block_valid_mask, shape.bytes - shape.block_valid_mask);
   const std::size_t valid = shape.graph ? item : 0;
   std::fill(mask.begin(), mask.begin() + valid, std::byte{1});

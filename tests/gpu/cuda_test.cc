@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <set>
@@ -171,6 +172,52 @@ TEST_F(Cuda, PartialResultsOfFewAndOfManyRowsAreMerged) {
     Problem problem(kDevice, decode(kv_lens, 32, 8), rng_);
     problem.call(*workspace);
     EXPECT_TRUE(problem.check()) << "batch " << batch;
+  }
+}
+
+// Our own kernel's blocks merge into outputs that they can write sixteen bytes at a time; the merge kernel into others.
+TEST_F(Cuda, WhoeverMergesTheResultsAreTheSameBits) {
+  const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kStream});
+  const auto finely_cut = make_workspace(
+      kDevice, {.plan = {.batch_invariant = true, .fixed_split_tokens = 64}, .cuda_route = CudaRoute::kStream});
+  for (int i = 0; i < 40; ++i) {
+    const std::int32_t tokens = rng_.pick({1, 1, 2, 5});
+    const std::int32_t kv_heads = rng_.pick({1, 2, 4});
+    Case c = decode({}, kv_heads * rng_.pick({1, 3, 4, 6}), kv_heads);
+    if (tokens > 1) c.op = Op::kVerify;
+    for (int r = rng_.uniform(1, 5); r > 0; --r) c.kv_lens.push_back(rng_.pick({0, 3, rng_.uniform(64, 9000)}));
+    if (i % 8 == 0) c.kv_lens.front() = 17000;  // more chunks than a block holds the weights of
+    c.qo_lens.assign(c.kv_lens.size(), tokens);
+    c.params.window_left = rng_.pick({-1, -1, 500});
+    c.sinks = rng_.chance(0.5);
+    Problem problem(kDevice, c, rng_);
+    const Tensor out = problem.out().device();
+    const auto bytes = static_cast<std::size_t>(out.rows * out.heads * out.dim) * size_of(out.dtype);
+    for (FlashInferWorkspace* const ws : {workspace.get(), finely_cut.get()}) {
+      problem.call(*ws);
+      ASSERT_TRUE(problem.check()) << c;
+      const std::vector<float> lse = problem.lse();
+      Mirror<std::byte> aligned(kDevice, std::vector<std::byte>(bytes, std::byte{0xFF}));
+      Mirror<std::byte> odd(kDevice, std::vector<std::byte>(bytes + 2, std::byte{0xFF}));
+      for (std::byte* const data : {odd.device() + 2, aligned.device(), aligned.device()}) {
+        problem.poison_outputs();
+        Tensor to = out;
+        to.data = data;
+        if (tokens > 1) {
+          ws->verify(problem.q().device(), tokens, problem.cache().device(), problem.table(), c.params, to,
+                     problem.device_lse(), problem.device_extras());
+        } else {
+          ws->decode(problem.q().device(), problem.cache().device(), problem.table(), c.params, to,
+                     problem.device_lse(), problem.device_extras());
+        }
+        synchronize(kDevice);
+        problem.fetch_outputs();
+        ASSERT_EQ(std::memcmp(problem.lse().data(), lse.data(), lse.size() * sizeof(float)), 0) << c;
+      }
+      aligned.download();
+      odd.download();
+      ASSERT_EQ(std::memcmp(odd.host().data() + 2, aligned.host().data(), bytes), 0) << c;
+    }
   }
 }
 

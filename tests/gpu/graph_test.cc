@@ -118,6 +118,7 @@ TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
     EXPECT_TRUE(same(actual.kv_tiles(), planned.kv_tiles()));
     EXPECT_TRUE(same(actual.o_indptr(), planned.o_indptr()));
     EXPECT_TRUE(same(actual.merge_indptr(), planned.merge_indptr()));
+    EXPECT_TRUE(same(actual.arrivals(), planned.arrivals()));
     EXPECT_TRUE(same(actual.mask(), planned.mask()));
     for (std::size_t r = 0; r < counts.size(); ++r) {
       EXPECT_EQ(kv_lens.host()[r], counts[r] * work.page_size) << "request " << r;

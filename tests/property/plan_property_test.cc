@@ -180,6 +180,7 @@ void check_arrays(const Case& c, const Planned& plan) {
       {shape.merge_indptr, 4 * rows},
       {shape.kv_chunk_size, 4},
       {shape.total_num_rows, 4},
+      {shape.arrivals, 4 * plan.arrivals().size()},
       {shape.block_valid_mask, shape.graph ? items : 0},
       {shape.bytes, 0}};
   std::size_t end = 0;
@@ -193,6 +194,10 @@ void check_arrays(const Case& c, const Planned& plan) {
   ASSERT_GT(shape.kv_chunk_tokens, 0);
   ASSERT_EQ(shape.kv_chunk_tokens % c.work.page_size, 0);
   ASSERT_EQ(plan.total_num_rows(), shape.total_rows);
+  const bool counts = shape.split_kv && shape.family == KernelFamily::kCudaStream;
+  const std::int64_t counted = counts ? std::int64_t{shape.padded_batch} * c.work.num_kv_heads : 0;
+  ASSERT_GE(std::ssize(plan.arrivals()), counted);
+  ASSERT_TRUE(std::ranges::all_of(plan.arrivals(), [](std::int32_t count) { return count == 0; }));
   for (std::int32_t i = shape.items; i < shape.padded_items; ++i) {
     ASSERT_EQ(plan.requests()[i], 0);
     ASSERT_EQ(plan.qo_tiles()[i], 0);
@@ -209,6 +214,7 @@ void check_arrays(const Case& c, const Planned& plan) {
       const std::int32_t qo_len = c.work.qo_len(r);
       for (std::int32_t p = 0; p < qo_len; ++p, ++row) {
         const std::int32_t chunks = (plan.o_indptr()[r + 1] - plan.o_indptr()[r]) / qo_len;
+        ASSERT_LE(chunks, shape.max_chunks);
         ASSERT_EQ(plan.merge_indptr()[row], plan.o_indptr()[r] + p * chunks);
         ASSERT_EQ(plan.merge_indptr()[row + 1] - plan.merge_indptr()[row], chunks);
       }

@@ -41,6 +41,9 @@ struct Planned {
   }
   std::int32_t kv_chunk() const { return memory[shape.kv_chunk_size / 4]; }
   std::int32_t total_num_rows() const { return memory[shape.total_num_rows / 4]; }
+  std::span<const std::int32_t> arrivals() const {
+    return ints(shape.arrivals, (shape.block_valid_mask - shape.arrivals) / 4);
+  }
   std::span<const std::byte> mask() const {
     return bytes().subspan(shape.block_valid_mask, shape.graph ? padded() : 0);
   }

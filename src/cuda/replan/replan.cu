@@ -26,8 +26,10 @@ struct Schedule {
   std::int32_t* merge_indptr;
   std::int32_t* kv_chunk_size;
   std::int32_t* total_num_rows;
+  std::int32_t* arrivals;
   std::uint8_t* block_valid;
   std::int32_t padded_items;
+  std::int32_t counted;  ///< arrivals
 };
 
 struct Part {
@@ -305,6 +307,10 @@ __device__ void write_schedule(const Schedule& schedule, const DevicePlan& plan,
       schedule.merge_indptr[row] = first_chunk[r] * plan.qo_len + (row - r * plan.qo_len) * chunks;
     }
   }
+#pragma unroll 1
+  for (std::int32_t i = (thread + kThreads / 8) % kThreads; i < schedule.counted; i += kThreads) {
+    schedule.arrivals[i] = 0;
+  }
   if (thread == 0) {
     *schedule.kv_chunk_size = whole_chunk_tokens(chunk_pages, plan.page_size);
     *schedule.total_num_rows = batch * plan.qo_len;
@@ -472,15 +478,18 @@ cudaError_t replan(const ReplanLaunch& launch, cudaStream_t stream) {
     const ReplanLaunch::Part& part = launch.parts[i];
     const ScheduleShape& shape = *part.shape;
     const auto ints = [&](std::size_t offset) { return reinterpret_cast<std::int32_t*>(part.schedule + offset); };
-    args.parts[i].schedule = {.request_indices = ints(shape.request_indices),
-                              .qo_tile_indices = ints(shape.qo_tile_indices),
-                              .kv_tile_indices = ints(shape.kv_tile_indices),
-                              .o_indptr = ints(shape.o_indptr),
-                              .merge_indptr = shape.split_kv ? ints(shape.merge_indptr) : nullptr,
-                              .kv_chunk_size = ints(shape.kv_chunk_size),
-                              .total_num_rows = ints(shape.total_num_rows),
-                              .block_valid = reinterpret_cast<std::uint8_t*>(part.schedule + shape.block_valid_mask),
-                              .padded_items = shape.padded_items};
+    args.parts[i].schedule = {
+        .request_indices = ints(shape.request_indices),
+        .qo_tile_indices = ints(shape.qo_tile_indices),
+        .kv_tile_indices = ints(shape.kv_tile_indices),
+        .o_indptr = ints(shape.o_indptr),
+        .merge_indptr = shape.split_kv ? ints(shape.merge_indptr) : nullptr,
+        .kv_chunk_size = ints(shape.kv_chunk_size),
+        .total_num_rows = ints(shape.total_num_rows),
+        .arrivals = ints(shape.arrivals),
+        .block_valid = reinterpret_cast<std::uint8_t*>(part.schedule + shape.block_valid_mask),
+        .padded_items = shape.padded_items,
+        .counted = static_cast<std::int32_t>((shape.block_valid_mask - shape.arrivals) / sizeof(std::int32_t))};
     args.parts[i].plan = part.plan;
   }
   cudaFuncAttributes attributes;

@@ -63,6 +63,13 @@ __device__ __forceinline__ void copy_16(std::uint32_t to, const void* from, bool
                : "r"(to), "l"(from), "r"(live ? 16 : 0), "l"(policy)
                : "memory");
 }
+/// 16 and 4 bytes that the cache is to keep.
+__device__ __forceinline__ void copy_16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_4(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `kGroups` groups of this thread's copies are under way.
 template <int kGroups>

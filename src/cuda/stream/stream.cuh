@@ -8,15 +8,16 @@
 //   waits for another warp; they meet once, at the end of the chunk. Two blocks to a multiprocessor keep 128 KB under
 //   way: 4.4 TB/s for a microsecond of latency are 33 KB.
 // - Keys are the rows of the matrix products (S^T = K Q^T, O^T = V^T P^T) and queries their columns. So 1 to 8 rows
-// cost
-//   one product of 8 columns, where the usual order pads them to 16, and each 8 rows more another one. Weights come out
-//   of the first product transposed to what the second one takes; one instruction turns 8 x 8 of them round.
+//   cost one product of 8 columns, where the usual order pads them to 16, and each 8 rows more another one. Weights
+//   come out of the first product transposed to what the second one takes; one instruction turns 8 x 8 of them
+//   round.
 // - fp8 stays fp8 in shared memory and goes to fp16 in registers, one instruction for two elements, exactly. bfloat16
 //   queries are brought into fp16's range by a power of two for each row, which loses 2^-39 of a row's largest element.
 //   A register of loaded fp8 holds neighbours where products want elements farther apart: Q's elements are put in the
 //   same order instead, and those of the results into theirs at the end.
 // - Keys past the end of a chunk are filled with zeros, so what lies in unused slots is never looked at. Only tiles of
 //   which some row does not see some key take the long way through limits, and all do under soft cap or slopes.
+// - Where a request is cut into chunks, the block that ends last merges their results: see merge.cuh.
 // - The second-level cache is told that K and V come once: schedules, page tables and partial results stay in it, whose
 //   reading is the time that a short call takes to get going.
 //
@@ -28,6 +29,8 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/soft_tanh.cuh"
+#include "cuda/stream/heads.cuh"
+#include "cuda/stream/merge.cuh"
 #include "cuda/stream/mma.cuh"
 #include "cuda/stream/stream.h"
 
@@ -59,25 +62,6 @@ struct StreamConfig {
   static_assert(kStages >= 2);
 };
 
-/// The query heads of a KV head: which token and head a packed row is. Without divisions: every block asks at its
-/// start.
-class HeadGroup {
- public:
-  __device__ explicit HeadGroup(const AttentionArgs& call)
-      : size_(call.num_qo_heads / call.kv.num_kv_heads), inverse_((65536 + size_ - 1) / size_) {}
-
-  __device__ __forceinline__ std::int32_t size() const { return size_; }
-  /// Exact up to row 32.
-  __device__ __forceinline__ std::int32_t token(std::int32_t row) const { return row * inverse_ >> 16; }
-  __device__ __forceinline__ std::int32_t head(std::int32_t kv_head, std::int32_t row) const {
-    return kv_head * size_ + row - token(row) * size_;
-  }
-
- private:
-  std::int32_t size_;
-  std::int32_t inverse_;
-};
-
 /// What a row needs to know where keys are looked at one by one.
 struct StreamRow {
   std::int32_t first;     ///< key that it sees
@@ -95,6 +79,9 @@ struct StreamShared {
   float2 states[Config::kWarps][8 * Config::kTiles8];  ///< each warp's maximum and sum
   float norms[8 * Config::kTiles8];
   std::int64_t out_at[8 * Config::kTiles8];  ///< where the row's results go
+  float weights[8 * Config::kTiles8];        ///< see LoneState
+  std::int32_t request, chunk;
+  bool last;  ///< to end, of the blocks of its request and KV head
 };
 
 /// 16-byte chunk `chunk` of row `row` lies at this place in its row, so that 8 rows' same chunks are in 8 banks.
@@ -108,7 +95,8 @@ struct StreamSpan {
   std::int32_t first_row, qo_len, kv_len;
   std::int32_t begin, end;
   std::int32_t first_entry;  ///< in the page table
-  std::int32_t out_row, out_step;
+  std::int32_t out_row;
+  std::int32_t chunks;  ///< of its request; so many rows lie between those of two tokens
 
   __device__ StreamSpan(const AttentionArgs& call, std::int32_t request, std::int32_t chunk, std::int32_t chunk_size) {
     const KvView& kv = call.kv;
@@ -125,7 +113,7 @@ struct StreamSpan {
     const auto limit = [&](std::int64_t key) { return static_cast<std::int32_t>(min(key, std::int64_t{kv_len})); };
     begin = limit(start + (call.split_kv ? std::int64_t{chunk} * chunk_size : 0));
     end = call.split_kv ? limit(start + (std::int64_t{chunk} + 1) * chunk_size) : kv_len;
-    out_step = call.split_kv ? (out_end - out_row) / qo_len : 1;
+    chunks = call.split_kv ? (out_end - out_row) / qo_len : 1;
     if (call.split_kv) out_row += chunk;
   }
 };
@@ -472,9 +460,9 @@ class StreamWarp {
 
 /// Brings the warps' states together and writes the rows' results. All threads of the block take part.
 template <class Config, class Q, class Kv>
-__device__ __forceinline__ void finish(StreamShared<Config>& shared, const AttentionArgs& call, const StreamSpan& span,
-                                       std::int32_t kv_head, const HeadGroup& group, const StreamWarp<Config, Kv>& mine,
-                                       int warp, int lane) {
+__device__ __forceinline__ void finish(StreamShared<Config>& shared, const AttentionArgs& call,
+                                       const StreamMerge& merge, const StreamSpan& span, std::int32_t kv_head,
+                                       const HeadGroup& group, const StreamWarp<Config, Kv>& mine, int warp, int lane) {
   constexpr float kLog2E = 1.44269504088896340736F;
   constexpr float kLn2 = 0.693147180559945309417F;
   constexpr int kRows = 8 * Config::kTiles8;
@@ -511,6 +499,8 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
     }
   }
 
+  // A request of one chunk: what merging would make of its partial result goes straight to the output.
+  const bool alone = merge.arrivals != nullptr && span.chunks == 1;
   const std::int32_t rows = span.qo_len * group.size();
   const int thread = warp * 32 + lane;
   if (thread < rows) {
@@ -538,10 +528,18 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
       log_sum = top + log2f(sum);
     }
     shared.norms[row] = norm;
-    const std::int64_t out_row = span.out_row + std::int64_t{group.token(row)} * span.out_step;
-    const std::int64_t at = out_row * call.num_qo_heads + head;
-    shared.out_at[row] = at * kDim;
-    if (call.lse != nullptr) call.lse[at] = call.split_kv ? log_sum : log_sum * kLn2;
+    if (alone) {
+      const LoneState state(log_sum, call.sinks == nullptr ? nullptr : call.sinks + head);
+      const std::int64_t out_row = span.first_row + group.token(row);
+      shared.weights[row] = state.weight;
+      shared.out_at[row] = out_row * merge.out_row + std::int64_t{head} * merge.out_head;
+      if (merge.lse != nullptr) merge.lse[out_row * call.num_qo_heads + head] = state.lse;
+    } else {
+      const std::int64_t out_row = span.out_row + std::int64_t{group.token(row)} * span.chunks;
+      const std::int64_t at = out_row * call.num_qo_heads + head;
+      shared.out_at[row] = at * kDim;
+      if (call.lse != nullptr) call.lse[at] = call.split_kv ? log_sum : log_sum * kLn2;
+    }
   }
   __syncthreads();
 
@@ -559,13 +557,15 @@ __device__ __forceinline__ void finish(StreamShared<Config>& shared, const Atten
       total.w += x.w;
     }
     const float norm = shared.norms[row];
-    *reinterpret_cast<uint2*>(static_cast<Q*>(call.out) + shared.out_at[row] + d) = {
-        pack(total.x * norm, total.y * norm, Q{}), pack(total.z * norm, total.w * norm, Q{})};
+    uint2 result = {pack(total.x * norm, total.y * norm, Q{}), pack(total.z * norm, total.w * norm, Q{})};
+    if (alone) result = merge_lone(result, shared.weights[row], Q{});
+    *reinterpret_cast<uint2*>(static_cast<Q*>(alone ? merge.out : call.out) + shared.out_at[row] + d) = result;
   }
 }
 
 template <class Config, class Q, class Kv>
-__global__ void __launch_bounds__(Config::kThreads, 2) stream_kernel(const __grid_constant__ AttentionArgs call) {
+__global__ void __launch_bounds__(Config::kThreads, 2)
+    stream_kernel(const __grid_constant__ AttentionArgs call, const __grid_constant__ StreamMerge merge) {
   extern __shared__ __align__(1024) std::byte memory[];
   auto& shared = *reinterpret_cast<StreamShared<Config>*>(memory);
   await_previous_kernel();
@@ -609,6 +609,10 @@ __global__ void __launch_bounds__(Config::kThreads, 2) stream_kernel(const __gri
         .position = position,
         .slope = call.alibi_slopes != nullptr && used ? call.alibi_slopes[group.head(kv_head, row)] : 0.0F};
   }
+  if (threadIdx.x == 0) {  // for the end: registers are short
+    shared.request = request;
+    shared.chunk = chunk;
+  }
   __syncthreads();
 
   const float k_head_scale = call.k_head_scale == nullptr ? 1.0F : call.k_head_scale[kv_head];
@@ -625,7 +629,28 @@ __global__ void __launch_bounds__(Config::kThreads, 2) stream_kernel(const __gri
     stage = stage + 1 == kStages ? 0 : stage + 1;
     free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
   }
-  finish<Config, Q>(shared, call, span, kv_head, group, mine, warp, lane);
+  finish<Config, Q>(shared, call, merge, span, kv_head, group, mine, warp, lane);
+
+  if (merge.arrivals == nullptr || span.chunks == 1) return;
+  __syncthreads();
+  std::uint32_t arrived = 0;
+  if (threadIdx.x == 0) {
+    arrived = arrive(merge.arrivals + std::int64_t{shared.request} * call.kv.num_kv_heads + kv_head, span.chunks);
+  }
+  // What can be reckoned while that is under way.
+  constexpr int kRoomBytes = Config::kRingBytes / Config::kWarps;
+  RowMerge<Q, 16 * Config::kSteps, 8 * Config::kTiles8, Config::kWarps, kRoomBytes> rows(
+      shared.ring + warp * kRoomBytes, call, merge,
+      {.kv_head = kv_head,
+       .rows = span.qo_len * group.size(),
+       .first_row = span.first_row,
+       .chunk = shared.chunk,
+       .chunks = span.chunks,
+       .partial_at = shared.out_at},
+      group, warp, lane);
+  if (threadIdx.x == 0) shared.last = arrived + 1 == static_cast<std::uint32_t>(span.chunks);
+  __syncthreads();
+  if (shared.last) rows.run();
 }
 
 template <class Q, class Kv, int kDim, int kRows>
@@ -633,9 +658,10 @@ struct StreamInstance {
   using Config = StreamConfig<Q, Kv, kDim, kRows>;
   static constexpr std::size_t kSharedBytes = sizeof(StreamShared<Config>);
 
-  static cudaError_t launch(const AttentionArgs& args, bool ahead, cudaStream_t stream) {
+  static cudaError_t launch(const AttentionArgs& args, const StreamMerge& merge, bool ahead, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(args.items) * static_cast<unsigned>(args.kv.num_kv_heads);
-    return launch_ahead(&stream_kernel<Config, Q, Kv>, blocks, Config::kThreads, kSharedBytes, stream, ahead, args);
+    return launch_ahead(&stream_kernel<Config, Q, Kv>, blocks, Config::kThreads, kSharedBytes, stream, ahead, args,
+                        merge);
   }
 
   static StreamKernel describe() {

@@ -12,6 +12,16 @@
 
 namespace fiw::cuda {
 
+/// Lets the blocks of a split call merge their own partial results: of a request and KV head, the last one to end does.
+struct StreamMerge {
+  /// [batch, KV heads]: how many blocks of each have ended. Zeros before a call and after it, so that no two calls at a
+  /// time may share them. Null: the partial results stay.
+  std::uint32_t* arrivals = nullptr;
+  void* out = nullptr;  ///< [rows, heads, dim]; address and strides are multiples of 16 bytes
+  std::int64_t out_row = 0, out_head = 0;
+  float* lse = nullptr;  ///< natural logarithm; may be null
+};
+
 /// One row count of one instantiation: serves requests of up to that many packed (token, head-in-group) rows.
 struct StreamKernel {
   std::int32_t rows = 0;
@@ -19,7 +29,7 @@ struct StreamKernel {
   std::size_t shared_bytes = 0;
   std::int32_t threads = 0;
   /// `ahead`: see launch.cuh.
-  cudaError_t (*launch)(const AttentionArgs& args, bool ahead, cudaStream_t stream) = nullptr;
+  cudaError_t (*launch)(const AttentionArgs& args, const StreamMerge& merge, bool ahead, cudaStream_t stream) = nullptr;
 };
 
 struct StreamEntry {
