@@ -1483,8 +1483,8 @@ static void test_options(void) {
   options.num_threads = -1;
   CHECK_OPTIONS_FAIL(FIW_REASON_OPTIONS, "num_threads is -1");
   fiw_workspace_options_init(&options, sizeof options);
-  options.cuda_route = FIW_CUDA_ROUTE_PREFILL + 1;
-  CHECK_OPTIONS_FAIL(FIW_REASON_OPTIONS, "cuda_route is 7");
+  options.cuda_route = 8;
+  CHECK_OPTIONS_FAIL(FIW_REASON_OPTIONS, "cuda_route is 8");
   options.cuda_route = FIW_CUDA_ROUTE_TILE;
   options.reserved = 1;
   CHECK_OPTIONS_FAIL(FIW_REASON_OPTIONS, "reserved is 1");
