@@ -57,7 +57,10 @@ class GraphBackend {
 
   virtual ~GraphBackend() = default;
   /// What is enqueued on `stream` from here on, also by the caller, comes after all that the workspace has enqueued.
+  /// Throws for a stream under capture.
   virtual void follow(Stream stream) = 0;
+  /// Waits for all that the workspace has enqueued.
+  virtual void settle() = 0;
   /// From here to end() or abandon(), what is enqueued on `stream` is recorded instead of run.
   virtual void begin(Stream stream) = 0;
   virtual std::unique_ptr<Recording> end(Stream stream) = 0;

@@ -173,6 +173,7 @@ GraphState::GraphState(std::shared_ptr<WorkspaceState> workspace, PlanKind kind,
     std::ranges::fill(staged, std::byte{0});
     std::ranges::copy(qo_indptr_, reinterpret_cast<std::int32_t*>(staged.data() + table_.qo_indptr));
     backend_->upload(memory_, staged, nullptr);
+    if (graphs_ != nullptr) graphs_->settle();  // what nothing orders before the first replay of a caller's own graph
   } catch (...) {
     if (scratch_ != nullptr) backend_->release(scratch_, scratch_bytes_, nullptr);
     backend_->release(memory_, memory_bytes_, nullptr);
@@ -556,10 +557,9 @@ std::int32_t GraphState::prepare(const PageTable& table, Stream stream) {
   if (planned_by_replay()) {
     fail(Reason::kOptions, "the session plans on the device from its live table: call replay()");
   }
-  if (graphs_ == nullptr) active_ = kNoBucket;  // a step that was begun would go on with the new table
-  const std::size_t bucket = prepare_bucket(table, stream);
-  if (graphs_ != nullptr) graphs_->follow(stream);  // also where the plan stands already: it came on some other stream
-  return buckets_[bucket];
+  if (graphs_ == nullptr) active_ = kNoBucket;      // a step that was begun would go on with the new table
+  if (graphs_ != nullptr) graphs_->follow(stream);  // a plan that stands already may have come on another stream
+  return buckets_[prepare_bucket(table, stream)];
 }
 
 void GraphState::step(const PageTable& table, Stream stream) { replay(prepare(table, stream), stream); }

@@ -250,7 +250,11 @@ std::shared_ptr<PageTableData> grown(const PageTableData& old, const TokensOf& t
       check_index(static_cast<std::int64_t>(r), new_pages[taken], old.num_pages);
       data->indices.push_back(new_pages[taken++]);
     }
-    data->indptr.push_back(old.indptr[r + 1] + static_cast<std::int32_t>(taken));
+    const std::int64_t entries = std::int64_t{old.indptr[r + 1]} + static_cast<std::int64_t>(taken);
+    if (entries > kMaxInt32) {
+      fail_at(r, Reason::kTableSize, "requests 0..{} use {} pages, more than int32 holds", r, entries);
+    }
+    data->indptr.push_back(static_cast<std::int32_t>(entries));
     data->last_page_len.push_back(needed == 0 ? 0 : static_cast<std::int32_t>(kv_len - (needed - 1) * old.page_size));
   }
   copy_to(old.indptr.back());

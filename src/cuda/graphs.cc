@@ -13,6 +13,16 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+namespace {
+
+void refuse_capture(cudaStream_t stream) {
+  if (!is_capturing(stream)) return;
+  fail(Reason::kOptions,
+       "stream is being captured: a session's steps are recorded by begin() and run(), not prepared or replayed");
+}
+
+}  // namespace
+
 class Graphs::ExecutableGraph final : public Recording {
  public:
   ExecutableGraph(int device, Timeline& timeline, cudaGraph_t graph) : device_(device), timeline_(timeline) {
@@ -38,7 +48,15 @@ class Graphs::ExecutableGraph final : public Recording {
 
 void Graphs::follow(Stream stream) {
   const DeviceGuard guard(device_);
-  timeline_.enter(static_cast<cudaStream_t>(stream));
+  const auto on = static_cast<cudaStream_t>(stream);
+  refuse_capture(on);
+  timeline_.enter(on);
+}
+
+void Graphs::settle() {
+  const DeviceGuard guard(device_);
+  const RelaxedCapture relaxed(true);  // another thread may be capturing
+  timeline_.drain();
 }
 
 void Graphs::begin(Stream stream) {

@@ -14,6 +14,7 @@ class Graphs final : public GraphBackend {
   Graphs(int device, Timeline& timeline) : device_(device), timeline_(timeline) {}
 
   void follow(Stream stream) override;
+  void settle() override;
   void begin(Stream stream) override;
   std::unique_ptr<Recording> end(Stream stream) override;
   void abandon(Stream stream) noexcept override;

@@ -467,6 +467,37 @@ TEST_F(Cuda, OurPrefillKernelKeepsNotANumberWhereItBelongs) {
       problem.call(*workspace);
       EXPECT_TRUE(problem.check()) << op << (key ? " key" : " value");
     }
+    {
+      // Rows before the first key share tiles with rows that see the value.
+      Case c{.op = op, .qo_lens = {300}, .kv_lens = {100}};
+      c.params = {.num_qo_heads = 4, .num_kv_heads = 2, .head_dim_qk = 128};
+      Problem problem(kDevice, c, rng_);
+      problem.spoil(false, 0, 0, 1, 5, kNan);
+      problem.call(*workspace);
+      EXPECT_TRUE(problem.check()) << op << " value behind empty rows";
+    }
+    {
+      // A key that is seen and weighs nothing: only the sink is left.
+      Case c{.op = op, .qo_lens = {40}, .kv_lens = {1}, .sinks = true};
+      c.params = {.num_qo_heads = 4, .num_kv_heads = 2, .head_dim_qk = 128, .causal = false};
+      Problem problem(kDevice, c, rng_);
+      problem.spoil(true, 0, 0, 1, 5, -std::numeric_limits<float>::infinity());
+      problem.call(*workspace);
+      EXPECT_TRUE(problem.check()) << op << " weightless key";
+    }
+  }
+}
+
+// The reference that one row raises is the other rows' too.
+TEST_F(Cuda, OurPrefillKernelRaisesReferencesWithoutDrift) {
+  const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
+  for (const float deviation : {20.0F, 60.0F}) {
+    Case c{.op = Op::kPrefill, .qo_lens = {200}, .kv_lens = {6000}};
+    c.params = {.num_qo_heads = 4, .num_kv_heads = 2, .head_dim_qk = 64, .causal = false};
+    c.q_deviation = deviation;
+    Problem problem(kDevice, c, rng_);
+    problem.call(*workspace);
+    EXPECT_TRUE(problem.check()) << "queries of deviation " << deviation;
   }
 }
 

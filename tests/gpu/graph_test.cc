@@ -2,6 +2,8 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -227,6 +229,26 @@ TEST_F(CudaGraph, PreparingIsOrderedWithReplaysOfTheCallersOwn) {
   cudaGraphExecDestroy(executable);
 }
 
+// A session that plans on the device is never prepared: nothing else would order its memory before a caller's replay.
+TEST_F(CudaGraph, ASessionIsReadyWhenItIsMade) {
+  Captured captured(kDevice, decode_case(4), rng_);
+  Problem other(kDevice, decode_case(4), rng_);
+  const auto workspace = make_workspace(kDevice);
+  other.call(*workspace);  // loads its kernel, which may wait for all streams
+  Gate gate(stream());
+  workspace->decode(other.q().device(), other.cache().device(), other.table(), other.description().params,
+                    other.out().device(), other.device_lse(), {}, stream());
+  std::atomic<bool> released = false;
+  const std::jthread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    released = true;
+    gate.release();
+  });
+  const StepSpec spec = captured.spec();
+  const GraphSession session = GraphSession::decode(*workspace, {&spec, 1}, captured.options(4 * 44));
+  EXPECT_TRUE(released) << "made while what it waits for had not happened";
+}
+
 TEST_F(CudaGraph, AGraphOfAnotherBucketThanThePreparedOneIsStopped) {
   Captured captured(kDevice, decode_case(8), rng_);
   const auto workspace = make_workspace(kDevice);
@@ -289,10 +311,17 @@ TEST_F(CudaGraph, StepsAreRecordedInCapturesAndPreparedAndReplayedOutsideThem) {
   session.capture([&](std::int32_t) { captured.run(session); }, stream());
   const PageTable table = captured.random_table(4, 700);
   session.step(table, stream());
+  // Work on another stream, which nothing under capture may be made to wait for.
+  const TestStream elsewhere(kDevice);
+  Problem other(kDevice, decode_case(4), rng_);
+  workspace->decode(other.q().device(), other.cache().device(), other.table(), other.description().params,
+                    other.out().device(), other.device_lse(), {}, elsewhere.get());
 
   ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeRelaxed), cudaSuccess);
   session.begin(4, stream());
-  refused("the stream is being captured", [&] { session.prepare(captured.random_table(4, 700), stream()); });
+  refused("stream is being captured", [&] { session.prepare(captured.random_table(4, 700), stream()); });
+  refused("stream is being captured", [&] { session.prepare(table, stream()); });
+  refused("stream is being captured", [&] { session.step(table, stream()); });
   refused("stream is being captured", [&] { session.replay(4, stream()); });
   cudaGraph_t graph = nullptr;
   ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);

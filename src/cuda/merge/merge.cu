@@ -48,7 +48,7 @@ struct PartialSource {
     return rows.v_head_scale == nullptr ? rows.v_scale : rows.v_scale * rows.v_head_scale[head / rows.group];
   }
   __device__ float sink(std::int32_t head) const {
-    return rows.sinks == nullptr ? -INFINITY : rows.sinks[head] * kLog2E;
+    return rows.sinks == nullptr ? -INFINITY : __fmul_rn(rows.sinks[head], kLog2E);
   }
 };
 

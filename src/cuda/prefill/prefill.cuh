@@ -454,8 +454,9 @@ struct PrefillInstance {
       m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
       m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
       m = fmaxf(m, top[r]);
-      const float new_base = m == -kInf ? 0.0F : m * scale;
-      const float shrink = fast_exp2(top[r] * scale - new_base);
+      const float new_base = m == -kInf ? 0.0F : __fmul_rn(m, scale);
+      // Rounded before it is subtracted, as `base` was: exactly 1 where the row's reference stays.
+      const float shrink = fast_exp2(__fmul_rn(top[r], scale) - new_base);
       top[r] = m;
       base[r] = new_base;
       return shrink;
@@ -636,15 +637,15 @@ struct PrefillInstance {
         sum += __shfl_xor_sync(kAllLanes, sum, 1);
         sum += __shfl_xor_sync(kAllLanes, sum, 2);
         const bool live = packed < rows;
-        const bool empty = sum == 0.0F;  // NaN is not
+        const bool empty = state.high[r] <= state.low[r];
         const float sink = live && params.sinks != nullptr ? params.sinks[qo_head] * kLog2E : -kInf;
-        const float top = state.top[r] * state.scale;
+        const float top = __fmul_rn(state.top[r], state.scale);
         const float new_top = fmaxf(top, sink);
         const float shrink = exp2f(top - new_top);
         const float total = sum * shrink + exp2f(sink - new_top);
         float v_scale = params.v_scale;
         if (params.v_head_scale != nullptr) v_scale *= params.v_head_scale[head];
-        const float factor = empty ? 0.0F : v_scale * shrink / total;
+        const float factor = v_scale * shrink / total;
         const std::int64_t out_row = std::int64_t{first_row} + token;
         if (params.lse != nullptr && live && lane % 4 == 0) {
           params.lse[out_row * params.num_qo_heads + qo_head] = empty ? -kInf : (new_top + log2f(total)) * kLn2;
@@ -656,7 +657,8 @@ struct PrefillInstance {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int at = 4 * (4 * i + j) + 2 * r;
-            a[j] = pack(state.o[at] * factor, state.o[at + 1] * factor, T());
+            // Of an empty row not even a multiple: other rows of the tile may have met NaN in the values.
+            a[j] = empty ? 0 : pack(state.o[at] * factor, state.o[at + 1] * factor, T());
           }
           turn(a, lane);
           if (live) {

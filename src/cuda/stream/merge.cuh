@@ -35,8 +35,9 @@ struct LoneState {
     weight = empty ? 0.0F : 1.0F;
     if (sink != nullptr && !empty) {
       const float own = log_sum;
-      const float top = fmaxf(own, *sink * kLog2E);
-      const float sum = exp2f(own - top) + exp2f(*sink * kLog2E - top);
+      const float sink_log2 = __fmul_rn(*sink, kLog2E);  // rounded, as the merge kernel has it
+      const float top = fmaxf(own, sink_log2);
+      const float sum = exp2f(own - top) + exp2f(sink_log2 - top);
       weight = exp2f(own - top) * (1.0F / sum);
       log_sum = top + log2f(sum);
     }
@@ -250,7 +251,7 @@ class RowMerge {
     any_nan = (__ballot_sync(kAllLanes, any_nan) >> lane_ % kOwn & lanes_of_row) != 0;
     const bool empty = top_ == -INFINITY && !any_nan;
     float sink = -INFINITY;
-    if (call_.sinks != nullptr) sink = call_.sinks[head_] * kLog2E;
+    if (call_.sinks != nullptr) sink = __fmul_rn(call_.sinks[head_], kLog2E);
     top_ = fmaxf(top_, sink);
 
     float sums[kOwn] = {};
