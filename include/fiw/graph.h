@@ -72,6 +72,7 @@ struct GraphStats {
 class GraphSession {
  public:
   /// One query token a request. `kinds` lists the kinds of layer, by options and types: layers of a kind share a plan.
+  /// Waits for what the workspace has enqueued.
   static GraphSession decode(FlashInferWorkspace& workspace, std::span<const StepSpec> kinds,
                              const GraphOptions& options);
   /// The last `window` (1..16) tokens of each request, rows r * window and on. A request with fewer new tokens has its
