@@ -35,6 +35,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/packed.cuh"
 #include "cuda/prefill/prefill.h"
 #include "cuda/soft_tanh.cuh"
 
@@ -72,21 +73,6 @@ template <class T, int kN, std::size_t... kI>
 __device__ __forceinline__ void multiply(float (&d)[kN / 2], const std::uint32_t* a, std::uint64_t b,
                                          std::index_sequence<kI...>) {
   Wgmma<T, kN>::Registers::fma(a[0], a[1], a[2], a[3], b, d[kI]..., cute::SM90::GMMA::ScaleOut::One);
-}
-
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ std::uint32_t pack(float low, float high, nv_bfloat16) {
-  const nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
-}
-__device__ __forceinline__ std::uint32_t pack(float low, float high, half) {
-  const half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
 }
 
 /// Keeps the compiler from moving registers about while products are under way.
@@ -456,7 +442,7 @@ struct PrefillInstance {
       m = fmaxf(m, top[r]);
       const float new_base = m == -kInf ? 0.0F : __fmul_rn(m, scale);
       // Rounded before it is subtracted, as `base` was: exactly 1 where the row's reference stays.
-      const float shrink = fast_exp2(__fmul_rn(top[r], scale) - new_base);
+      const float shrink = exp2_fast(__fmul_rn(top[r], scale) - new_base);
       top[r] = m;
       base[r] = new_base;
       return shrink;
@@ -468,8 +454,8 @@ struct PrefillInstance {
         float sum1 = 0;
 #pragma unroll
         for (int i = 0; i < kKeys / 8; ++i) {
-          s[4 * i + 2 * r] = fast_exp2(fmaf(s[4 * i + 2 * r], scale, -base[r]));
-          s[4 * i + 2 * r + 1] = fast_exp2(fmaf(s[4 * i + 2 * r + 1], scale, -base[r]));
+          s[4 * i + 2 * r] = exp2_fast(fmaf(s[4 * i + 2 * r], scale, -base[r]));
+          s[4 * i + 2 * r + 1] = exp2_fast(fmaf(s[4 * i + 2 * r + 1], scale, -base[r]));
           sum0 += s[4 * i + 2 * r];
           sum1 += s[4 * i + 2 * r + 1];
         }
