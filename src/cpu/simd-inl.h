@@ -17,9 +17,13 @@
 #include "cpu/elements.h"
 #include "hwy/highway.h"
 
-/// Of a lambda in an inner loop, which must not become a call.
+/// Of a lambda in an inner loop, which must not become a call. Sanitizers multiply what is inlined, so they see calls.
 #ifndef FIW_INLINE_LAMBDA
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || HWY_IS_ASAN || HWY_IS_TSAN
+#define FIW_INLINE_LAMBDA HWY_ATTR
+#else
 #define FIW_INLINE_LAMBDA HWY_ATTR __attribute__((always_inline))
+#endif
 #endif
 
 HWY_BEFORE_NAMESPACE();
