@@ -161,7 +161,7 @@ TEST_F(Program, BadCommandLinesExitWithTwoAndSayWhy) {
 TEST_F(Program, ADeviceThatThisBuildCannotDriveIsAFailure) {
   const Output output = run(std::string("replay ") + kAzureSample + " --device 99 --requests 1");
   EXPECT_EQ(output.code, 1);
-  EXPECT_THAT(output.err, StartsWith("fiw: device 99"));
+  EXPECT_THAT(output.err, StartsWith("fiw: device_index is 99, "));
 }
 
 // --- info, check

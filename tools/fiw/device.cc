@@ -174,7 +174,7 @@ std::unique_ptr<FlashInferWorkspace> open_workspace(int device, const WorkspaceO
   auto workspace = FlashInferWorkspace::create(device, options);
   if (!workspace) {
     throw Error(Status::kUnavailable, Reason::kBackendNotBuilt,
-                fmt::format("device {}: this build has no CUDA backend; -1 is the CPU", device));
+                fmt::format("device_index is {}, this build has no CUDA backend; -1 is the CPU", device));
   }
   return workspace;
 }
