@@ -124,11 +124,12 @@ FIW_HOST_DEVICE inline std::int32_t chunk_index(std::int32_t pages) {
 /// The longest chunk that holds this to 1.25 * ideal wins, else the one that finishes earliest. Cutting at ideal / 2
 /// adds at most two waves of items, and so many are allowed: so a decode batch never takes more than 1.5 * ideal, or
 /// ideal and one least chunk where that is longer. Where the costs of cutting are known, the chunk that finishes
-/// earliest with them wins.
+/// earliest with them wins, unless a longer one is within 1.04 * ideal.
 template <class Shortest>
 FIW_HOST_DEVICE std::int32_t choose_chunk(const Shortest& shortest, const ChunkTotals& totals, std::int32_t least,
                                           const ChunkRule& rule) {
   constexpr double kGoodBalance = 1.25;
+  constexpr double kGoodFinish = 1.04;
   if (rule.uncut_items == 0 || totals.longest <= least) return totals.longest;
 
   const bool reckoned = rule.merge_pages > 0;
@@ -144,9 +145,10 @@ FIW_HOST_DEVICE std::int32_t choose_chunk(const Shortest& shortest, const ChunkT
     }
     return reading + more;
   };
+  const double enough = (reckoned ? kGoodFinish : kGoodBalance) * ideal;
   std::int32_t best_chunk = totals.longest;
   double best_finish = finish(rule.uncut_waves, best_chunk);
-  for (int i = 0; i < ChunkRule::kLimits && (reckoned || best_finish > kGoodBalance * ideal); ++i) {
+  for (int i = 0; i < ChunkRule::kLimits && best_finish > enough; ++i) {
     const std::int32_t chunk = rule.in_steps(shortest(i), totals.longest);
     const double candidate = finish(rule.waves[i], chunk);
     if (candidate < best_finish) {
