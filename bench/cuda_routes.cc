@@ -1,5 +1,6 @@
 // Times every CUDA route that can serve a shape, in turns within one run, and says how far the route that the table
-// chooses is behind the best. The general kernel is left out: it serves what no other route can, and slowly.
+// chooses is behind the best. The general kernel is left out: it serves what no other route can, and slowly. Beside
+// decode and verify stands a kernel that reads as much K and V and does nothing else.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -24,6 +25,7 @@
 #include "cuda/routes.h"
 #include "cuda_bench.h"
 #include "fiw/workspace.h"
+#include "read_kernel.h"
 
 namespace fiw::bench {
 namespace {
@@ -212,6 +214,7 @@ class Shapes {
 
 struct Result {
   std::optional<double> milliseconds[kNumRoutes];
+  std::optional<double> reading;  ///< milliseconds of reading K and V alone
   std::size_t chosen = 0;
   double worst_difference = 0;  ///< between the outputs of two routes
 
@@ -278,6 +281,10 @@ class Bench {
       const double once = clock_.time(stream_.get(), [&] { call(shape, *workspaces_[i], 0); });
       calls[i] = std::clamp(static_cast<int>(0.5 / once), 1, 16);
     }
+    std::vector<double> readings;
+    const bool reads = reads_once(shape);
+    const int reading_calls = std::max(calls[result.chosen], 1);
+    if (reads) read(shape, 0);
     for (int sample = 0; sample < samples_; ++sample) {
       for (std::size_t i = 0; i < kNumRoutes; ++i) {
         if (calls[i] == 0) continue;
@@ -286,7 +293,13 @@ class Bench {
         });
         times[i].push_back(time / calls[i]);
       }
+      if (!reads) continue;
+      const double time = clock_.time(stream_.get(), [&] {
+        for (int c = 0; c < reading_calls; ++c) read(shape, next_copy_++);
+      });
+      readings.push_back(time / reading_calls);
     }
+    if (reads) result.reading = median(readings);
     for (std::size_t i = 0; i < kNumRoutes; ++i) {
       if (calls[i] > 0) result.milliseconds[i] = median(times[i]);
     }
@@ -318,6 +331,18 @@ class Bench {
          .batch = shape.batch(),
          .paged = shape.call != Call::kRagged},
         workspaces_.front()->device_props(), choice);
+  }
+
+  /// Whether the call is bound by reading, and the device has the instructions of the kernel that only reads.
+  bool reads_once(const Shape& shape) const {
+    return (shape.call == Call::kDecode || shape.call == Call::kVerify) && shape.window_left < 0 &&
+           workspaces_.front()->device_props().compute_capability >= 90;
+  }
+
+  void read(const Shape& shape, std::size_t copy) {
+    const std::size_t offset = copy % copies(shape) * shape.cache_bytes();
+    check(launch_read_kernel(k_.data() + offset, v_.data() + offset, shape.cache_bytes(), stream_.get()),
+          "launching the reading kernel");
   }
 
   void prepare(const Shape& shape) {
@@ -453,7 +478,7 @@ int run(const Options& options) {
   fmt::print("{}, a copy reads and writes {:.2f} TB/s; milliseconds, medians of {} samples\n\n{:<36}", device.name,
              copy * 1e-12, options.samples, "shape");
   for (const Route& route : kRoutes) fmt::print("{:>13}", route.name);
-  fmt::print("{:>14}{:>8}{:>7}{:>9}\n", "chosen", "/ best", "TB/s", "TFLOP/s");
+  fmt::print("{:>14}{:>8}{:>7}{:>9}{:>10}\n", "chosen", "/ best", "TB/s", "TFLOP/s", "reading");
 
   std::string records;
   int behind = 0;
@@ -472,19 +497,19 @@ int run(const Options& options) {
     }
     const double time = result.milliseconds[result.chosen].value();
     fmt::print(
-        "{:>14}{:>8.3f}{:>7.2f}{:>9.1f}{}{}\n", kRoutes[result.chosen].name, result.ratio(),
+        "{:>14}{:>8.3f}{:>7.2f}{:>9.1f}{:>10}{}{}\n", kRoutes[result.chosen].name, result.ratio(),
         2e-9 * static_cast<double>(shape->cache_bytes()) / time, 1e-9 * shape->operations() / time,
-        result.ratio() > kGoal ? "  behind" : "",
+        result.reading ? fmt::format("{:.4f}", *result.reading) : "-", result.ratio() > kGoal ? "  behind" : "",
         result.worst_difference > kTolerance ? fmt::format("  outputs differ by {:.3g}", result.worst_difference) : "");
     std::fflush(stdout);
     behind += result.ratio() > kGoal ? 1 : 0;
     wrong += result.worst_difference > kTolerance ? 1 : 0;
     records += fmt::format(
-        "{}\n    {{\"name\": \"{}\", \"chosen\": \"{}\", \"ratio\": {:.4f}, \"milliseconds\": {{{}}}, \"kv_bytes\": "
-        "{}, "
-        "\"operations\": {:.0f}}}",
+        "{}\n    {{\"name\": \"{}\", \"chosen\": \"{}\", \"ratio\": {:.4f}, \"milliseconds\": {{{}}}, "
+        "\"reading_milliseconds\": {}, \"kv_bytes\": {}, \"operations\": {:.0f}}}",
         records.empty() ? "" : ",", shape->name, kRoutes[result.chosen].name, result.ratio(), times,
-        2 * shape->cache_bytes(), shape->operations());
+        result.reading ? fmt::format("{:.6f}", *result.reading) : "null", 2 * shape->cache_bytes(),
+        shape->operations());
   }
   fmt::print("\n{} shapes: the chosen route is more than {:.0f} % behind the best on {}; outputs differ on {}\n",
              shapes.size(), 100 * (kGoal - 1), behind, wrong);

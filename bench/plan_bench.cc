@@ -56,10 +56,12 @@ void prefill_chunk(benchmark::State& state) {
   plan_split(state, KernelFamily::kTensorTile, DeviceProps::h200(), work);
 }
 
-void hopper_prefill(benchmark::State& state) {
+// Prompts of random lengths or, where the third argument says so, all of `tokens`.
+void hopper_prefill(benchmark::State& state, KernelFamily family) {
   const auto batch = static_cast<std::size_t>(state.range(0));
   const auto tokens = static_cast<std::int32_t>(state.range(1));
   std::vector<std::int32_t> kv_lens = random_pages(batch, 2 * tokens);
+  if (state.range(2) == kEven) kv_lens.assign(batch, tokens);
   std::vector<std::int32_t> indptr{0};
   for (const std::int32_t length : kv_lens) indptr.push_back(indptr.back() + length);
   WorkLoad work = llama_heads();
@@ -67,12 +69,11 @@ void hopper_prefill(benchmark::State& state) {
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
   std::vector<std::byte> scratch;
-  constexpr KernelFamily kFamily = KernelFamily::kHopper;
-  const std::int32_t rows = hopper_tile_rows(kFamily, device, work);
-  std::vector<std::byte> memory(shape_hopper(kFamily, rows, device, work, {}).bytes);
+  const std::int32_t rows = hopper_tile_rows(family, device, work);
+  std::vector<std::byte> memory(shape_hopper(family, rows, device, work, {}).bytes);
   for (auto _ : state) {
-    const HopperShape shape = shape_hopper(kFamily, rows, device, work, {});
-    write_hopper(kFamily, rows, shape, device, work, indptr, kv_lens, scratch, memory);
+    const HopperShape shape = shape_hopper(family, rows, device, work, {});
+    write_hopper(family, rows, shape, device, work, indptr, kv_lens, scratch, memory);
     benchmark::ClobberMemory();
     state.counters["works"] = shape.works;
   }
@@ -82,12 +83,17 @@ void decode_lengths(benchmark::internal::Benchmark* bench) {
   bench->ArgsProduct({{1, 64, 256}, {kEven, kRandom, kOneLong}});
 }
 
+void prompt_lengths(benchmark::internal::Benchmark* bench) {
+  bench->ArgsProduct({{8, 64}, {64, 256, 2048}, {kRandom}})->Args({256, 4096, kRandom})->Args({16, 2048, kEven});
+}
+
 BENCHMARK_CAPTURE(decode_step, cpu_stream, KernelFamily::kCpuStream, DeviceProps::cpu(2))->Apply(decode_lengths);
 BENCHMARK_CAPTURE(decode_step, cuda_core, KernelFamily::kCudaCore, DeviceProps::h200())->Apply(decode_lengths);
 BENCHMARK_CAPTURE(decode_step, tensor_tile, KernelFamily::kTensorTile, DeviceProps::h200())->Apply(decode_lengths);
 BENCHMARK_CAPTURE(decode_step, cuda_stream, KernelFamily::kCudaStream, DeviceProps::h200())->Apply(decode_lengths);
 BENCHMARK(prefill_chunk)->Arg(1)->Arg(16)->Arg(64);
-BENCHMARK(hopper_prefill)->ArgsProduct({{8, 64}, {64, 256, 2048}})->Args({256, 4096});
+BENCHMARK_CAPTURE(hopper_prefill, fa3, KernelFamily::kHopper)->Apply(prompt_lengths);
+BENCHMARK_CAPTURE(hopper_prefill, own, KernelFamily::kPrefill)->Apply(prompt_lengths);
 
 }  // namespace
 }  // namespace fiw

@@ -80,10 +80,10 @@ std::int32_t rows_of_tiles(const ScheduleShape& shape) noexcept {
 /// Whether the blocks of our own kernel merge their partial results, which saves a launch. Then one block merges all
 /// rows of a KV head, where the merge kernel spreads them over the device. On an H200 the blocks were ahead in plans
 /// for up to 8 rows a request, and for 16 and 32 rows up to about so many partial results. A graph's chunks come with
-/// its tables: half of what it has room for is one wave of blocks.
+/// its tables: it has room for two blocks on each multiprocessor.
 bool merges_itself(const ScheduleShape& shape, const StreamKernel& kernel) noexcept {
   constexpr std::int64_t kMostPartials = 128;
-  const std::int64_t chunks = shape.graph ? shape.padded_items / shape.padded_batch / 2 : shape.max_chunks;
+  const std::int64_t chunks = shape.graph ? shape.padded_items / shape.padded_batch : shape.max_chunks;
   return kernel.rows <= 8 || chunks * kernel.rows <= kMostPartials;
 }
 

@@ -2,6 +2,8 @@
 #include "plan/chunk.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 
 namespace fiw {
 namespace {
@@ -9,12 +11,23 @@ namespace {
 // Chunks shorter than this cost more in merging than they gain.
 constexpr std::int32_t kMinCudaChunkTokens = 128;
 constexpr std::int32_t kMinCpuChunkTokens = 256;
-// The stream kernel's shared memory is made for this many, and a chunk more takes its blocks as long as some tokens do:
-// on an H200, requests of 512, 4096 and 32,768 tokens alone took least time in chunks of 128, 256 and 512 to 700.
-constexpr std::int64_t kStreamBlocksPerSm = 2;
-constexpr float kStreamMergeTokens = 16;
+// The stream kernel, in tokens that a multiprocessor reads meanwhile, fitted to 130 shapes on an H200 in up to 30 chunk
+// lengths each. Two blocks fit on a multiprocessor, but take as long as one of twice the length nearly does: its slots
+// are whole multiprocessors. With 8/1 heads, requests of 512, 2048, 8192 and 32,768 tokens alone take least time in
+// chunks of 64, 128, 256 and 512.
+constexpr float kStreamMergeTokens = 8;
+constexpr float kStreamCutTokens = 350;
+constexpr float kStreamLoneTokens = 90;
+constexpr float kStreamLoneShare = 0.04F;
+constexpr std::int32_t kMinStreamChunkTokens = 64;
 // Threads differ in speed from moment to moment, so a CPU gets several items a thread.
 constexpr std::int64_t kCpuItemsPerThread = 4;
+
+/// Tokens that a block of the stream kernel takes at once: a tile for each of its warps.
+std::int32_t stream_step_tokens(const WorkLoad& work) noexcept {
+  const std::int64_t row_bytes = std::int64_t{work.head_dim_qk} * work.kv_element_bytes;
+  return row_bytes <= 128 ? 4 * 32 : row_bytes <= 256 ? 4 * 16 : 2 * 16;
+}
 
 }  // namespace
 
@@ -36,10 +49,19 @@ Grid::Grid(KernelFamily family, const DeviceProps& device, const WorkLoad& work)
     case KernelFamily::kPrefill:
       slots = workers * std::max(device.tile_blocks_per_sm, 1);
       break;
-    case KernelFamily::kCudaStream:
-      slots = workers * kStreamBlocksPerSm;
-      merge_pages = kStreamMergeTokens / static_cast<float>(work.page_size);
+    case KernelFamily::kCudaStream: {
+      slots = workers;
+      const std::int32_t step_tokens = stream_step_tokens(work);
+      min_tokens = std::max(step_tokens, kMinStreamChunkTokens);
+      const auto pages_a_step = static_cast<std::uint32_t>(std::max(step_tokens / work.page_size, 1));
+      step_pages = static_cast<std::int32_t>(std::bit_floor(pages_a_step));
+      const auto page_tokens = static_cast<float>(work.page_size);
+      merge_pages = kStreamMergeTokens / page_tokens;
+      cut_pages = kStreamCutTokens / page_tokens;
+      lone_pages = kStreamLoneTokens / page_tokens;
+      lone_share = kStreamLoneShare;
       break;
+    }
   }
   depth = family == KernelFamily::kCpuStream ? 1 : work.num_kv_heads;
   min_chunk_pages = std::max(min_tokens / work.page_size, 1);

@@ -311,16 +311,18 @@ TEST_F(PlanProperty, DecodeBatchesAreBalanced) {
     const std::int64_t workers =
         std::int64_t{c.device.num_workers} * (c.family == KernelFamily::kCudaCore     ? c.device.decode_blocks_per_sm
                                               : c.family == KernelFamily::kTensorTile ? c.device.tile_blocks_per_sm
-                                              : c.family == KernelFamily::kCudaStream ? 2
                                                                                       : 1);
     const double ideal = static_cast<double>(std::accumulate(costs.begin(), costs.end(), std::int64_t{0}) * depth) /
                          static_cast<double>(workers);
     // A chunk has a least size, and is whole pages.
-    double least = cpu ? 256 : 128;
+    const double least = cpu ? 256 : 128;
+    double allowed = std::max(1.5 * ideal + c.work.page_size, ideal + least);
     if (c.family == KernelFamily::kCudaStream) {
-      least = std::max(least, std::sqrt(16.0 * c.work.page_size * *std::ranges::max_element(c.pages)));
+      // Whole steps of 64 tokens; and what more chunks would gain must be worth what they cost.
+      const double longest = c.work.page_size * *std::ranges::max_element(c.pages);
+      const double shortest = std::max(std::sqrt(8 * longest) + 32, ideal / 2) + 64;
+      allowed = ideal + shortest + 350 + 8 * longest / shortest + 64;
     }
-    const double allowed = std::max(1.5 * ideal + c.work.page_size, ideal + least);
     ASSERT_LE(static_cast<double>(test::greedy_finish(costs, depth, workers)), allowed) << "ideal " << ideal;
   }
 }

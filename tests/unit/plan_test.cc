@@ -142,16 +142,22 @@ TEST(Plan, EvenBatchesStayWhole) {
 }
 
 TEST(Plan, ChunksOfTheStreamKernelGrowWithTheRequest) {
-  const auto chunk_of = [](std::int32_t tokens, std::int32_t qo_heads, std::int32_t kv_heads) {
-    const std::vector<std::int32_t> pages = {tokens / 16};
+  const auto chunk_of = [](std::size_t batch, std::int32_t tokens, std::int32_t qo_heads, std::int32_t kv_heads,
+                           std::int32_t element_bytes) {
+    const std::vector<std::int32_t> pages(batch, tokens / 16);
     WorkLoad work = heads(qo_heads, kv_heads);
+    work.kv_element_bytes = element_bytes;
     work.kv_pages = pages;
     return shape_schedule(KernelFamily::kCudaStream, DeviceProps::h200(), work, {}).kv_chunk_tokens;
   };
-  EXPECT_EQ(chunk_of(512, 32, 8), 128);
-  EXPECT_EQ(chunk_of(4096, 32, 8), 256) << "more would take longer to merge than they spare";
-  EXPECT_EQ(chunk_of(32768, 32, 8), 1008) << "two blocks for each multiprocessor";
-  EXPECT_EQ(chunk_of(32768, 8, 1), 720);
+  EXPECT_EQ(chunk_of(1, 512, 32, 8, 2), 64);
+  EXPECT_EQ(chunk_of(1, 4096, 32, 8, 2), 256) << "one block for each multiprocessor";
+  EXPECT_EQ(chunk_of(1, 32768, 32, 8, 2), 1024) << "two blocks for each multiprocessor";
+  EXPECT_EQ(chunk_of(1, 32768, 28, 4, 2), 1024) << "one: twice the chunks would take longer to merge than they spare";
+  EXPECT_EQ(chunk_of(1, 32768, 8, 1, 2), 512) << "more would take longer to merge than they spare";
+  EXPECT_EQ(chunk_of(1, 2048, 8, 1, 1), 128) << "whole steps of the kernel";
+  EXPECT_EQ(chunk_of(8, 512, 32, 8, 2), 512) << "too short to be cut";
+  EXPECT_EQ(chunk_of(8, 4096, 32, 8, 2), 1024);
 }
 
 TEST(Plan, GraphScratchHasNoGroupSizeFactor) {
