@@ -687,7 +687,7 @@ typedef struct fiw_graph_options {
   /// means nothing. Null: fiw_graph_step brings the table.
   const fiw_device_page_table* live_table;
   int32_t num_kinds;
-  int32_t window;     ///< 0: decode; 1..16: verify, the last `window` tokens of each request
+  int32_t window;     ///< 0: decode; 1..4096: verify, the last `window` tokens of each request
   int32_t max_batch;  ///< requests in a step
   int32_t max_pages;  ///< entries of a step's page table, all requests together
   int32_t page_size;

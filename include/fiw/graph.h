@@ -75,8 +75,8 @@ class GraphSession {
   /// Waits for what the workspace has enqueued.
   static GraphSession decode(FlashInferWorkspace& workspace, std::span<const StepSpec> kinds,
                              const GraphOptions& options);
-  /// The last `window` (1..16) tokens of each request, rows r * window and on. A request with fewer new tokens has its
-  /// queries in its last rows; the rows before them are those of older tokens.
+  /// The last `window` (1..4096) tokens of each request, rows r * window and on. A request with fewer new tokens has
+  /// its queries in its last rows; the rows before them are those of older tokens.
   static GraphSession verify(FlashInferWorkspace& workspace, std::int32_t window, std::span<const StepSpec> kinds,
                              const GraphOptions& options);
 

@@ -111,12 +111,12 @@ class GraphSession:
         live_table: DevicePageTable | tuple[Tensor, Tensor, Tensor] | None = None,
         plan_on_device: bool = True,
     ) -> GraphSession:
-        """A session for steps of the last `window` tokens (1..16) of each request, rows r * window and on.
+        """A session for steps of the last `window` tokens (1..4096) of each request, rows r * window and on.
 
         A request with fewer new tokens has its queries in its last rows. The rest is as `decode` has it.
         """
         if window == 0:
-            raise InvalidArgumentError("window is 0, expected 1..16 tokens a request", _REASON_QO_INDPTR)
+            raise InvalidArgumentError("window is 0, expected 1..4096 tokens a request", _REASON_QO_INDPTR)
         return _create(
             ws, window, kinds, max_batch, max_pages, page_size, num_pages, buckets, live_table, plan_on_device
         )

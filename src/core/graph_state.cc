@@ -18,7 +18,7 @@ namespace fiw::detail {
 namespace {
 
 constexpr std::size_t kAlignment = 256;
-constexpr std::int32_t kMaxWindow = 16;
+constexpr std::int32_t kMaxWindow = 4096;
 constexpr std::int32_t kMaxBatch = 1 << 24;
 
 constexpr std::size_t align_up(std::size_t bytes) noexcept {

@@ -1175,8 +1175,8 @@ static void test_bad_graphs(void) {
   CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "options.kinds is null");
   options.num_kinds = 2;
   CHECK_CREATE_FAILS(FIW_REASON_OPTIONS, "options.kinds[1] is null");
-  options.window = 17;
-  CHECK_CREATE_FAILS(FIW_REASON_QO_INDPTR, "window is 17, expected 1..16");
+  options.window = 4097;
+  CHECK_CREATE_FAILS(FIW_REASON_QO_INDPTR, "window is 4097, expected 1..4096");
   options.window = -1;
   CHECK_CREATE_FAILS(FIW_REASON_QO_INDPTR, "window is -1");
   options.max_batch = 0;

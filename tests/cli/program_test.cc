@@ -145,7 +145,6 @@ TEST_F(Program, BadCommandLinesExitWithTwoAndSayWhy) {
       {trace + "--speculate 7 --max-batch 65 --token-budget 519", "token budget is 519, expected at least 520"},
       {trace + "--simulate --verify 5", "--simulate"},
       {trace + "--simulate --graphs", "--simulate computes nothing, so it does not go with --graphs"},
-      {trace + "--graphs --speculate 16 --token-budget 600", "windows of 17 tokens, --graphs captures up to 16"},
       {trace + "--trace-out ''", "--trace-out"},
       {"check --filter no-such-case", "'no-such-case' matches no case"},
       {"bench --filter no-such-shape", "'no-such-shape' matches no shape"},

@@ -90,6 +90,24 @@ TEST_P(Graph, VerifyWindowsOfEveryLength) {
   }
 }
 
+// Windows as long as chunks of a prompt, whose rows are many tiles; some requests have fewer tokens.
+TEST_P(Graph, WindowsOfManyTiles) {
+  for (const std::int32_t window : {17, 64, 127, 577, 4096}) {
+    const std::int32_t max_batch = window > 1000 ? 1 : 4;
+    const std::int32_t max_len = window + kMaxLen;
+    const Case c{.op = Op::kVerify,
+                 .params = {.num_qo_heads = 4, .num_kv_heads = 1, .head_dim_qk = 64},
+                 .qo_lens = std::vector<std::int32_t>(static_cast<std::size_t>(max_batch), window),
+                 .kv_lens = std::vector<std::int32_t>(static_cast<std::size_t>(max_batch), window)};
+    Captured captured(GetParam(), c, rng_);
+    GraphSession session = capture(captured, captured.options(most_pages(c, max_len)));
+    for (int i = 0; i < 3; ++i) {
+      const PageTable table = captured.random_table(rng_.uniform(1, max_batch), max_len);
+      ASSERT_TRUE(step_is_right(session, captured, table)) << "window " << window;
+    }
+  }
+}
+
 TEST_P(Graph, TreeMasks) {
   Case c = verify_case(5);
   c.mask = true;
@@ -255,7 +273,7 @@ TEST_P(Graph, BadOptionsAreNamed) {
   refused("live_table.indptr has 0 entries, expected 9", [](GraphOptions& o) { o.live_table.emplace(); });
   expect_error(Status::kInvalidArgument, "kinds is empty", [&] { GraphSession::decode(*workspace_, {}, good); });
   const StepSpec spec = captured.spec();
-  for (const std::int32_t window : {0, 17}) {
+  for (const std::int32_t window : {0, 4097}) {
     expect_error(Status::kInvalidArgument, "window is " + std::to_string(window), [&] {
       GraphSession::verify(*workspace_, window, {&spec, 1}, good);
     });
@@ -384,7 +402,7 @@ class LiveGraph : public Graph {
 };
 
 TEST_P(LiveGraph, ReplaysFollowTheTableInPlace) {
-  for (const Case& c : {decode_case(), decode_case(4, 4), verify_case(5)}) {
+  for (const Case& c : {decode_case(), decode_case(4, 4), verify_case(5), verify_case(75)}) {
     start(c, true);
     for (int i = 0; i < 25; ++i) {
       ASSERT_TRUE(replay_is_right(captured_->random_table(rng_.uniform(1, kMaxBatch), rng_.uniform(1, kMaxLen))));

@@ -59,7 +59,7 @@ TEST_F(CudaGraph, TheDevicePlansAsTheHostDoes) {
                   .page_size = rng_.pick({1, 16, 64}),
                   .window_left = rng_.chance(0.3) ? rng_.uniform(0, 3000) : -1,
                   .causal = rng_.chance(0.8),
-                  .uniform_qo_len = rng_.pick({1, 1, 2, 5, 16})};
+                  .uniform_qo_len = rng_.pick({1, 1, 2, 5, 16, rng_.uniform(17, 300), rng_.uniform(300, 4096)})};
     const bool ungrouped = work.num_qo_heads == work.num_kv_heads && work.uniform_qo_len == 1;
     KernelFamily family = ungrouped ? KernelFamily::kCudaCore : KernelFamily::kTensorTile;
     if (work.group_size() * work.uniform_qo_len <= kCudaStreamRows && rng_.chance(0.5)) {

@@ -35,13 +35,18 @@ class GraphProperty : public testing::TestWithParam<int>, public Seeded {
   /// As many requests of the greatest length as a step may have, with random layers.
   Case random_layer() {
     Case c = random_case(rng_.pick({Op::kDecode, Op::kVerify}), rng_);
-    const std::int32_t window = c.op == Op::kDecode ? 1 : rng_.uniform(1, 16);
     const auto batch = static_cast<std::size_t>(rng_.uniform(1, 9));
-    c.qo_lens.assign(batch, window);
+    c.qo_lens.assign(batch, c.op == Op::kDecode ? 1 : random_window(static_cast<std::int32_t>(batch), c.params));
     c.kv_lens.assign(batch, kMaxLen);
     // Such a call is not cut, and a captured one then needs the logarithms.
     if (c.params.window_left >= 0 && !c.params.causal) c.lse = true;
     return c;
+  }
+  /// A few tokens mostly, else up to the most of a session, as far as the reference has done with them soon.
+  std::int32_t random_window(std::int32_t batch, const AttentionParams& params) {
+    constexpr std::int32_t kMostRows = 20000;  // over all query heads
+    const std::int32_t most = std::clamp(kMostRows / (batch * params.num_qo_heads), 16, 4096);
+    return rng_.uniform(1, rng_.chance(0.6) ? 16 : most);
   }
   static Case plain_layer(std::int32_t batch) {
     return {.op = Op::kDecode,

@@ -765,7 +765,7 @@ def graph_buffers(case: Case, masks: bool = False) -> list[torch.Tensor]:
     lengths = (case.batch + 1, case.batch + 1, case.num_pages, case.batch)
     buffers = [torch.full((n,), -1, dtype=torch.int32, device=case.device) for n in lengths]
     if masks:
-        buffers.append(torch.full((10000,), 255, dtype=torch.uint8, device=case.device))
+        buffers.append(torch.full((60 * len(case.q) // 8 + case.batch,), 255, dtype=torch.uint8, device=case.device))
         buffers.append(torch.full((case.batch + 1,), -1, dtype=torch.int32, device=case.device))
     return buffers
 
@@ -827,7 +827,7 @@ def test_decode_from_cuda_graphs(rng: np.random.Generator, device: torch.device,
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_prefill_from_cuda_graphs(rng: np.random.Generator, device: torch.device, masked: bool) -> None:
     case = Case(rng, device, prefill=False)
-    case.qo_lens = np.full(case.batch, int(rng.integers(1, 17)))
+    case.qo_lens = np.full(case.batch, int(rng.integers(1, 17 if rng.random() < 0.5 else 200)))
     case.allocate()
     options = case.options()
     options.causal = bool(rng.random() < 0.5)
@@ -1003,6 +1003,35 @@ def test_rules_of_captures(one_rng: np.random.Generator, monkeypatch: pytest.Mon
     check_run()
 
 
+def test_room_for_a_capture_is_that_of_the_last_run(
+    one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(one_rng, torch.device("cpu"), prefill=False)
+    case.batch, case.qo_lens, case.kv_lens = 1, np.array([2]), np.array([9])
+    case.allocate()
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace_buffer(case.device), case.layout, True, *graph_buffers(case)
+    )
+
+    def plan(rows: int) -> torch.Tensor:
+        ends = case.tensor(np.array([0, rows]))
+        arrays = (ends, case.indptr, case.indices, case.last_page_len)
+        dtypes = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
+        wrapper.plan(*arrays, case.heads, case.kv_heads, case.dim, case.page_size, **dtypes)
+        return case.q[:rows]
+
+    for rows in (2, 1):
+        wrapper.run(plan(rows), case.cache)
+    q = plan(2)
+    pretend_capture(monkeypatch, True)
+    with pytest.raises(RuntimeError, match="before it has run"):
+        wrapper.run(q, case.cache)
+    pretend_capture(monkeypatch, False)
+    expected = wrapper.run(q, case.cache)
+    pretend_capture(monkeypatch, True)
+    assert torch.equal(wrapper.run(q, case.cache), expected)
+
+
 def test_rules_of_captured_rotations(one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(one_rng, torch.device("cpu"), prefill=False)
     case.kv_lens = np.maximum(case.kv_lens, 2)
@@ -1051,7 +1080,7 @@ def test_rules_of_captured_rotations(one_rng: np.random.Generator, monkeypatch: 
     check_run()
 
 
-@pytest.mark.parametrize("lens", [[1, 3], [17, 17]], ids=["several", "long"])
+@pytest.mark.parametrize("lens", [[1, 3], [4097, 4097]], ids=["several", "long"])
 def test_query_lengths_that_no_graph_takes(
     one_rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lens: list[int]
 ) -> None:

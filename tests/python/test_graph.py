@@ -381,7 +381,7 @@ def test_a_live_table_that_the_host_plans_for(ws, rng):
                 engine.check(1)
 
 
-@pytest.mark.parametrize("window", [1, 4], ids=["decode", "verify"])
+@pytest.mark.parametrize("window", [1, 4, 150], ids=["decode", "verify", "chunk"])
 @pytest.mark.parametrize("live", [False, True], ids=["table", "live_table"])
 def test_cuda_graphs(rng, window, live):
     torch = pytest.importorskip("torch", reason="skipped: no torch")
@@ -621,9 +621,9 @@ def test_bad_options(ws, engine):
     short = fiw.DevicePageTable(*(np.zeros(batch, np.int32) for _ in range(3)))
     wide = LiveTable(engine).arrays._replace(indices=np.zeros(engine.max_pages, np.int64))
     for match, call in [
-        ("window is 0, expected 1..16", verify(0)),
-        ("window is 17, expected 1..16", verify(17)),
-        ("window is -1, expected 1..16", verify(-1)),
+        ("window is 0, expected 1..4096", verify(0)),
+        ("window is 4097, expected 1..4096", verify(4097)),
+        ("window is -1, expected 1..4096", verify(-1)),
         ("num_kinds is 0, expected at least 1", lambda: engine.session(ws, [])),
         (r"buckets hold 2 after 2", lambda: _with(engine, max_batch=3).session(ws, buckets=[2, 2])),
         ("the last of buckets is", lambda: _with(engine, max_batch=3).session(ws, buckets=[1, 2])),

@@ -46,8 +46,6 @@ constexpr const char* kReplayHelp =
     "q, K and V are made up from --seed; the time to make them and to check rows is not part of any figure but\n"
     "the wall time.";
 
-constexpr std::int32_t kMaxGraphWindow = 16;
-
 struct ReplayOptions {
   std::string trace;
   std::int64_t requests = 100;
@@ -414,10 +412,6 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     }
     if (options->simulate && options->engine.graphs) {
       throw UsageError("--simulate computes nothing, so it does not go with --graphs");
-    }
-    if (options->engine.graphs && options->batching.speculate >= kMaxGraphWindow) {
-      throw UsageError(fmt::format("--speculate {} makes windows of {} tokens, --graphs captures up to {}",
-                                   options->batching.speculate, options->batching.speculate + 1, kMaxGraphWindow));
     }
     exit_code = run_replay(*options);
   });

@@ -11,7 +11,7 @@ import fiw
 from fiw.compat.flashinfer._rope import RotatedPages
 from fiw.compat.flashinfer._terms import current_stream, is_capturing, not_covered
 
-MAX_WINDOW = 16
+MAX_WINDOW = 4096
 
 
 class FixedBuffers:
@@ -78,7 +78,8 @@ class PlanShape:
 class GraphRuns:
     """The plans that captured runs of a wrapper read, and that each plan() rewrites in place.
 
-    A capture allows no allocation: a run() before it, with the same options, makes room for the plan.
+    A capture allows no allocation: a run() before it, with the same options, makes room for the plan. Until a
+    capture there is room for one shape, that of the last run(): it takes memory by the rows of queries.
     """
 
     def __init__(self, batch: int, max_pages: int) -> None:
@@ -120,6 +121,7 @@ class GraphRuns:
                     "run() is captured in a CUDA graph before it has run, expected a run() with the same options and "
                     "as large a cache before the capture"
                 )
+            self._sessions = {other: session for other, session in self._sessions.items() if other[0] == shape}
             session = _make(shape, spec, self._batch, self._max_pages, num_pages)
             session.prepare(table, current_stream(device))
             self._sessions[key] = session
