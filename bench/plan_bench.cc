@@ -68,7 +68,7 @@ void hopper_prefill(benchmark::State& state) {
   const DeviceProps device = DeviceProps::h200();
   std::vector<std::byte> scratch;
   constexpr KernelFamily kFamily = KernelFamily::kHopper;
-  const std::int32_t rows = hopper_tile_rows(kFamily, device, work);
+  const std::int32_t rows = hopper_tile_rows(kFamily, device, work, {});
   std::vector<std::byte> memory(shape_hopper(kFamily, rows, device, work, {}).bytes);
   for (auto _ : state) {
     const HopperShape shape = shape_hopper(kFamily, rows, device, work, {});
