@@ -180,8 +180,9 @@ class Shapes {
           Size{1, 512, 131072}, Size{1, 2048, 32768}, Size{8, 192, 8192}, Size{8, 256, 16384}, Size{8, 64, 8192}}) {
       add(Call::kPrefill, "prefill", 32, 8, s.batch, s.qo_len, s.kv_len);
     }
-    for (const auto& [qo, kv] : {std::pair(8, 1), {32, 32}}) {
-      for (const Size& s : {Size{1, 8192, 8192}, Size{1, 512, 32768}, Size{1, 1024, 32768}}) {
+    for (const auto& [qo, kv] : {std::pair(8, 1), {28, 4}, {32, 32}}) {
+      for (const Size& s : {Size{1, 2048, 2048}, Size{1, 8192, 8192}, Size{1, 512, 32768}, Size{1, 1024, 32768},
+                            Size{1, 2048, 34304}}) {
         add(Call::kPrefill, "prefill", qo, kv, s.batch, s.qo_len, s.kv_len);
       }
     }

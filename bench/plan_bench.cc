@@ -69,7 +69,7 @@ void hopper_prefill(benchmark::State& state, KernelFamily family) {
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
   std::vector<std::byte> scratch;
-  const std::int32_t rows = hopper_tile_rows(family, device, work);
+  const std::int32_t rows = hopper_tile_rows(family, device, work, {});
   std::vector<std::byte> memory(shape_hopper(family, rows, device, work, {}).bytes);
   for (auto _ : state) {
     const HopperShape shape = shape_hopper(family, rows, device, work, {});

@@ -29,6 +29,8 @@ constexpr bool is_hopper(KernelFamily family) noexcept {
 
 /// kPrefill reads pages of a multiple of this many slots where they lie.
 inline constexpr std::int32_t kPrefillPageSlots = 16;
+/// Packed rows of a tile that one warp of kPrefill owns.
+inline constexpr std::int32_t kPrefillWarpRows = 16;
 /// Most packed (token, head-in-group) rows of a request that kCudaStream takes.
 inline constexpr std::int32_t kCudaStreamRows = 32;
 /// Token slots in the pages of one table, up to which FlashInfer's kernels number them, in 32 bits.
@@ -50,6 +52,16 @@ struct HopperShape {
   std::size_t head_indices = 0;
   std::size_t work_indptr = 0;  ///< [num_workers + 1]
   std::size_t batch_indices = 0;
+
+  // kPrefill, where the keys of some tiles are cut into parts
+  std::int32_t slots = 0;           ///< of partial results; 0: nothing is cut
+  std::int32_t whole_tiles = 0;     ///< of a head, in the order of requests: left whole
+  std::int32_t most_part_keys = 0;  ///< longer tiles are cut into parts of about so many keys
+  std::size_t part_indices = 0;     ///< [works]
+  std::size_t parts = 0;            ///< [works], of the work's tile
+  std::size_t slot_indices = 0;     ///< [works], of its tile's first part
+  std::size_t arrivals = 0;         ///< [slots * warps of a tile], zeros
+
   std::size_t bytes = 0;
 };
 

@@ -49,12 +49,12 @@ class Sizing {
     return most;
   }
 
-  /// The copy of K and V that a prefill over pages may be read from.
+  /// The copy of K and V that a prefill over pages may be read from, and partial results beside it.
   std::size_t worst_gathered(const StepSpec& spec) const {
     if (cpu_ != nullptr || device_.compute_capability != 90 || options_.batch_invariant) return 0;
     const std::size_t token = gather_bytes(spec, 1);
     const auto tokens = static_cast<std::size_t>(limits_.max_batch) * static_cast<std::size_t>(limits_.max_kv_len);
-    return std::min(tokens, kMostGathered / token) * token;
+    return std::min(tokens, kMostGathered / token) * token + worst_parts(spec);
   }
 
   /// As above, with and without a custom mask, which turns the causal limit off: under a window more keys are then
@@ -68,6 +68,14 @@ class Sizing {
   }
 
  private:
+  /// The partial results of our prefill kernel.
+  std::size_t worst_parts(const StepSpec& spec) const {
+    if (spec.params.head_dim_qk != spec.params.head_dim_vo) return 0;
+    constexpr std::int32_t kMostTileRows = 192;
+    const auto slots = static_cast<std::size_t>(prefill_slots(device_));
+    return slots * prefill_slot_bytes(kMostTileRows, spec.params.head_dim_vo);
+  }
+
   const DeviceProps& device_;
   const WorkspaceLimits& limits_;
   const PlanOptions& options_;

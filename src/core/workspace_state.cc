@@ -95,7 +95,7 @@ bool has_surplus_queries(const WorkspaceState::Request& request) {
 // are copied together first.
 ScheduleShape hopper_schedule(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
                               const SplitPolicy& policy, std::int64_t gathered_kv) {
-  const std::int32_t tile_rows = hopper_tile_rows(family, device, work);
+  const std::int32_t tile_rows = hopper_tile_rows(family, device, work, policy);
   const HopperShape hopper = shape_hopper(family, tile_rows, device, work, policy);
   return {.family = family,
           .batch = work.batch(),
@@ -268,15 +268,19 @@ WorkspaceState::Found WorkspaceState::find_or_make(const Request& request, const
 std::shared_ptr<Plan> WorkspaceState::make(const PlanKeyView& key, const Request& request, Stream stream) {
   // Everything that can fail comes before the cache is touched, so a failure leaves the last good plans in force.
   const WorkLoad work = work_load(key.traits, key.kv_counts, key.qo_indptr);
-  const SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
+  SplitPolicy policy = split_policy(key.traits.options, key.traits.graph);
   const KernelFamily family = key.traits.family;
   const bool hopper = is_hopper(family);
   const bool in_place = family == KernelFamily::kHopperPaged ||
                         (family == KernelFamily::kPrefill && key.traits.page_size % kPrefillPageSlots == 0 &&
                          key.traits.spec.kv_dtype == key.traits.spec.q_dtype);
   const bool gathers = hopper && !in_place && key.table != nullptr;
-  const ScheduleShape shape = hopper ? hopper_schedule(family, props_, work, policy, gathers ? total_kv(request) : 0)
-                                     : shape_schedule(family, props_, work, policy);
+  const std::int64_t gathered = gathers ? total_kv(request) : 0;
+  if (hopper && options_.fixed_size) {
+    policy.partial_limit = scratch_.size() - std::min(scratch_.size(), gather_bytes(key.traits.spec, gathered));
+  }
+  const ScheduleShape shape =
+      hopper ? hopper_schedule(family, props_, work, policy, gathered) : shape_schedule(family, props_, work, policy);
   // Without rows nothing is launched.
   const std::size_t scratch = shape.total_rows == 0 ? 0 : backend_->scratch_bytes(shape, key.traits.spec);
   reserve_scratch(scratch, stream);

@@ -184,7 +184,11 @@ class CudaBackend final : public Backend {
   const DeviceProps& props() const noexcept override { return props_; }
   KernelFamily route(const RouteRequest& request) const override { return choose_family(request, props_, route_); }
   std::size_t scratch_bytes(const ScheduleShape& shape, const StepSpec& spec) const override {
-    if (is_hopper(shape.family)) return gather_bytes(spec, shape.gathered_kv);
+    if (is_hopper(shape.family)) {
+      const std::size_t gathered = align_up(gather_bytes(spec, shape.gathered_kv));
+      return gathered + static_cast<std::size_t>(shape.hopper.slots) *
+                            prefill_slot_bytes(shape.tile_rows, spec.params.head_dim_vo);
+    }
     return partial_bytes(shape, spec.params.num_qo_heads, spec.params.head_dim_vo);
   }
 
@@ -652,23 +656,25 @@ void CudaBackend::attend_hopper(const AttentionLaunch& launch, const StepSpec& s
                      launch.stream, "contiguous output");
     out = Tensor(out_copy->data(), out.dtype, out.rows, out.heads, out.dim, out.device);
   }
-  HopperArgs args{.call = {.q = const_cast<void*>(q.data),
-                           .q_row = q.row_stride,
-                           .q_head = q.head_stride,
-                           .out = out.data,
-                           .lse = launch.lse,
-                           .num_qo_heads = params.num_qo_heads,
-                           .causal = params.causal,
-                           .window_left = params.window_left,
-                           .sm_scale = params.sm_scale,
-                           .soft_cap = params.logits_soft_cap,
-                           .sinks = launch.extras.sinks},
-                  .shape = &shape.hopper,
-                  .schedule = launch.schedule,
-                  .total_rows = q.rows,
-                  .out_row = out.row_stride,
-                  .out_head = out.head_stride,
-                  .num_workers = props_.num_workers};
+  HopperArgs args{
+      .call = {.q = const_cast<void*>(q.data),
+               .q_row = q.row_stride,
+               .q_head = q.head_stride,
+               .out = out.data,
+               .lse = launch.lse,
+               .num_qo_heads = params.num_qo_heads,
+               .causal = params.causal,
+               .window_left = params.window_left,
+               .sm_scale = params.sm_scale,
+               .soft_cap = params.logits_soft_cap,
+               .sinks = launch.extras.sinks},
+      .shape = &shape.hopper,
+      .schedule = launch.schedule,
+      .total_rows = q.rows,
+      .out_row = out.row_stride,
+      .out_head = out.head_stride,
+      .num_workers = props_.num_workers,
+      .partials = reinterpret_cast<float*>(launch.scratch.data() + align_up(gather_bytes(spec, shape.gathered_kv)))};
   args.call.kv.num_kv_heads = params.num_kv_heads;
   const auto read_from = [&](const ConstTensor& k, const ConstTensor& v) {
     args.total_kv = k.rows;

@@ -4,6 +4,9 @@
 // heads are cut into as many equal groups as both allow, one group is scheduled and the others repeat it with other
 // heads; and within a group the heads of one work arrive together at equal cost, so that the least loaded SM is mostly
 // the one that was given work longest ago: a ring kept in order of load takes the place of a heap.
+//
+// Our own kernel can cut the keys of a tile into parts, each a work, where there are too few tiles for the SMs or the
+// last round of them would leave most idle.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -48,11 +51,14 @@ std::int32_t first_row(const WorkLoad& work, std::int32_t r) noexcept {
   return work.qo_indptr.empty() ? r * work.uniform_qo_len : work.qo_indptr[r];
 }
 
-// What every head has to do: one query tile of one request.
+// What every head has to do: one query tile of one request, or one part of its keys.
 struct TileWork {
   std::int32_t request;
   std::int32_t tile;
   std::int32_t cost;
+  std::int32_t part;
+  std::int32_t parts;
+  std::int32_t slot;  ///< of the tile's first partial result
 };
 
 // Keys that a tile reads, and what else it takes.
@@ -66,27 +72,75 @@ std::int32_t tile_cost(const Cut& cut, const WorkLoad& work, std::int32_t qo_len
   return static_cast<std::int32_t>(std::min(end + cut.keys_a_tile, kInt32Max));
 }
 
-// What the works of a kPrefill schedule come to, from counts alone.
+// Keys as long as which a part takes to write its result, fitted to times of 3 to 8 parts a tile on an H200.
+constexpr std::int32_t kPartKeys = 130;
+constexpr std::int32_t kMostParts = 16;
+constexpr double kAlike = 0.75;  // the least ratio of works that come in rounds
+
+// Which tiles of a kPrefill schedule are cut, and how finely.
+struct KeyCut {
+  std::int32_t whole_tiles = 0;  ///< of a head, in the order of requests: left whole
+  std::int32_t most_keys = std::numeric_limits<std::int32_t>::max();  ///< of a part
+};
+
+// The tiles of one request, by counts alone: the length of its keys to the page.
+struct RequestTiles {
+  std::int32_t tiles;
+  std::int32_t whole;  ///< of them, the last ones
+  std::int32_t parts;  ///< of each other one
+  std::int32_t first;  ///< costs of the first and the last tile, uncut
+  std::int32_t last;
+};
+
+RequestTiles request_tiles(const Cut& cut, const WorkLoad& work, const KeyCut& keys, std::int32_t r,
+                           std::int64_t tiles_before) noexcept {
+  const std::int32_t qo_len = work.qo_len(r);
+  const auto tiles = static_cast<std::int32_t>(cut.tiles(qo_len));
+  if (tiles == 0) return {};
+  const auto kv_len = static_cast<std::int32_t>(std::min(std::int64_t{work.kv_pages[r]} * work.page_size, kInt32Max));
+  const std::int32_t first = tile_cost(cut, work, qo_len, kv_len, 0);
+  const std::int32_t last = tile_cost(cut, work, qo_len, kv_len, tiles - 1);
+  const std::int32_t longest = std::max(first, last) - cut.keys_a_tile;
+  const auto whole = static_cast<std::int32_t>(std::clamp<std::int64_t>(keys.whole_tiles - tiles_before, 0, tiles));
+  return {.tiles = tiles,
+          .whole = whole,
+          .parts = std::clamp(longest / keys.most_keys + (longest % keys.most_keys != 0), 1, kMostParts),
+          .first = first,
+          .last = last};
+}
+
+std::int32_t part_cost(const Cut& cut, std::int32_t tile_cost, std::int32_t parts) noexcept {
+  return parts == 1 ? tile_cost : (tile_cost - cut.keys_a_tile) / parts + cut.keys_a_tile + kPartKeys;
+}
+
+// What the works of a kPrefill schedule come to, without the tiles that are left whole.
 struct Outline {
   double works = 0;
   double total = 0;
   double longest = 0;
   double shortest = std::numeric_limits<double>::infinity();
+  std::int64_t slots = 0;
+  double merge = 0;  // likewise in keys: of the tile that has the most parts
 
-  Outline(const WorkLoad& work, std::int32_t tile_rows) noexcept {
+  Outline(const WorkLoad& work, std::int32_t tile_rows, const KeyCut& keys) noexcept {
+    constexpr double kTallMergeKeys = 110;
+    constexpr double kLowMergeKeys = 220;
     const Cut cut = cut_of(KernelFamily::kPrefill, work, tile_rows);
+    std::int64_t before = 0;
     for (std::int32_t r = 0; r < work.batch(); ++r) {
-      const std::int32_t qo_len = work.qo_len(r);
-      const auto tiles = static_cast<std::int32_t>(cut.tiles(qo_len));
-      if (tiles == 0) continue;
-      const auto kv_len =
-          static_cast<std::int32_t>(std::min(std::int64_t{work.kv_pages[r]} * work.page_size, kInt32Max));
-      const double first = tile_cost(cut, work, qo_len, kv_len, 0);
-      const double last = tile_cost(cut, work, qo_len, kv_len, tiles - 1);
-      total += tiles * (first + last) / 2 * cut.heads;
+      const RequestTiles request = request_tiles(cut, work, keys, r, before);
+      before += request.tiles;
+      if (request.tiles == request.whole) continue;
+      const double first = part_cost(cut, request.first, request.parts);
+      const double last = part_cost(cut, request.last, request.parts);
+      const std::int64_t parts = std::int64_t{request.tiles - request.whole} * request.parts * cut.heads;
+      works += static_cast<double>(parts);
+      total += static_cast<double>(parts) * (first + last) / 2;
       longest = std::max({longest, first, last});
       shortest = std::min({shortest, first, last});
-      works += static_cast<double>(tiles) * cut.heads;
+      if (request.parts == 1) continue;
+      slots += parts;
+      merge = std::max(merge, request.parts * (tile_rows > 128 ? kTallMergeKeys : kLowMergeKeys));
     }
   }
 
@@ -95,30 +149,82 @@ struct Outline {
   double finish(std::int32_t workers) const noexcept {
     if (works == 0) return 0;
     const double even = total / workers + 0.4 * (longest - shortest) * workers / works;
-    return std::max({even, std::ceil(works / workers) * shortest, longest});
+    const double in_round = shortest < kAlike * longest ? shortest : (shortest + longest) / 2;
+    return std::max({even, std::ceil(works / workers) * in_round, longest}) + merge;
   }
 };
 
-// The tile height of our prefill kernel with which the multiprocessors end first.
-std::int32_t prefill_rows(const DeviceProps& device, const WorkLoad& work) noexcept {
-  if (work.head_dim_vo == 64) return 192;
-  if (work.head_dim_vo != 128) return 128;
-  constexpr double kLowSlowness = 1.04;  // of a row, measured on an H200: low tiles read the keys more often
-  const double tall = 192 * Outline(work, 192).finish(device.num_workers);
-  const double low = 128 * Outline(work, 128).finish(device.num_workers);
-  return tall <= kLowSlowness * low ? 192 : 128;
+struct ChosenCut {
+  KeyCut keys{};
+  std::int64_t slots = 0;
+  double finish = 0;
+};
+
+// How to cut the keys, if at all: only where the multiprocessors then end clearly earlier.
+ChosenCut choose_keys(const DeviceProps& device, const WorkLoad& work, std::int32_t tile_rows,
+                      const SplitPolicy& policy) noexcept {
+  constexpr double kMostWorks = 4;            // a worker; the last round of more is short enough
+  constexpr std::int32_t kMostRequests = 32;  // whose counts are walked for every candidate
+  constexpr std::int32_t kLeastKeys = 512;
+  constexpr double kLeastGain = 0.03;
+  const std::int32_t workers = device.num_workers;
+  const Outline uncut(work, tile_rows, {});
+  ChosenCut best{.finish = uncut.finish(workers)};
+  if (!policy.allow_split || policy.graph || policy.fixed_chunk_tokens > 0) return best;
+  if (work.batch() > kMostRequests) return best;
+  if (uncut.works == 0 || uncut.works >= kMostWorks * workers) return best;
+  const std::int64_t most_slots =
+      std::min(prefill_slots(device),
+               static_cast<std::int64_t>(policy.partial_limit / prefill_slot_bytes(tile_rows, work.head_dim_vo)));
+  const double most_finish = (1 - kLeastGain) * best.finish;
+  const std::int32_t keys = static_cast<std::int32_t>(uncut.longest);
+  const auto rounds = static_cast<std::int32_t>(uncut.works / workers);
+  const auto consider = [&](std::int32_t whole_tiles, double whole_finish) {
+    for (std::int32_t parts = 2; parts <= kMostParts && keys / parts >= kLeastKeys; ++parts) {
+      const KeyCut cut{.whole_tiles = whole_tiles, .most_keys = keys / parts};
+      const Outline outline(work, tile_rows, cut);
+      if (outline.slots > most_slots) return;
+      const double finish = whole_finish + outline.finish(workers);
+      if (finish < std::min(best.finish, most_finish)) best = {cut, outline.slots, finish};
+    }
+  };
+  consider(0, 0);
+  // Whole rounds of works that are about equal can stay as they are.
+  if (rounds > 0 && uncut.shortest >= kAlike * uncut.longest) {
+    consider(rounds * workers / work.num_kv_heads, rounds * uncut.longest);
+  }
+  return best;
 }
 
-// All tiles, in descending cost up to 1/256 of the largest: a counting sort, stable, so equal inputs give equal lists.
-void sort_tiles(const Cut& cut, const WorkLoad& work, std::span<const std::int32_t> kv_lens,
+// The tile height of our prefill kernel with which the multiprocessors end first.
+std::int32_t prefill_rows(const DeviceProps& device, const WorkLoad& work, const SplitPolicy& policy) noexcept {
+  if (work.head_dim_vo == 64) return 192;
+  if (work.head_dim_vo != 128) return 128;
+  // Of a row, measured on an H200: low tiles read the keys more often, which costs more where these are many.
+  constexpr double kLowSlowness = 1.04;
+  constexpr double kLowSlownessOfLong = 1.05;
+  const ChosenCut tall = choose_keys(device, work, 192, policy);
+  const ChosenCut low = choose_keys(device, work, 128, policy);
+  const double slowness = tall.slots > 0 ? kLowSlownessOfLong : kLowSlowness;
+  return 192 * tall.finish <= slowness * 128 * low.finish ? 192 : 128;
+}
+
+// All tiles, or their parts, in descending cost up to 1/256 of the largest: a counting sort, stable, so equal inputs
+// give equal lists.
+void sort_tiles(const Cut& cut, const WorkLoad& work, const KeyCut& keys, std::span<const std::int32_t> kv_lens,
                 std::span<TileWork> unsorted, std::span<TileWork> sorted) noexcept {
   std::size_t count = 0;
   std::int32_t largest = 1;
+  std::int32_t slot = 0;
+  std::int64_t before = 0;
   for (std::int32_t r = 0; r < work.batch(); ++r) {
-    const std::int32_t qo_len = work.qo_len(r);
-    for (auto tile = static_cast<std::int32_t>(cut.tiles(qo_len)) - 1; tile >= 0; --tile) {
-      const std::int32_t cost = tile_cost(cut, work, qo_len, kv_lens[r], tile);
-      unsorted[count++] = {r, tile, cost};
+    const RequestTiles request = request_tiles(cut, work, keys, r, before);
+    before += request.tiles;
+    for (std::int32_t tile = request.tiles - 1; tile >= 0; --tile) {
+      const std::int32_t parts = tile >= request.tiles - request.whole ? 1 : request.parts;
+      const std::int32_t cost = part_cost(cut, tile_cost(cut, work, work.qo_len(r), kv_lens[r], tile), parts);
+      for (std::int32_t part = 0; part < parts; ++part) unsorted[count++] = {r, tile, cost, part, parts, slot};
+      if (parts > 1) slot += parts;
       largest = std::max(largest, cost);
     }
   }
@@ -171,8 +277,16 @@ bool many_short(std::span<const TileWork> sorted, std::int32_t heads, std::int32
 
 }  // namespace
 
-std::int32_t hopper_tile_rows(KernelFamily family, const DeviceProps& device, const WorkLoad& work) noexcept {
-  if (family == KernelFamily::kPrefill) return prefill_rows(device, work);
+std::int64_t prefill_slots(const DeviceProps& device) noexcept { return std::int64_t{3} * device.num_workers; }
+
+std::size_t prefill_slot_bytes(std::int32_t tile_rows, std::int32_t head_dim_vo) noexcept {
+  // A lane in four of a row adds its share of the sum, and the largest score.
+  return static_cast<std::size_t>(tile_rows) * (static_cast<std::size_t>(head_dim_vo) + 8) * sizeof(float);
+}
+
+std::int32_t hopper_tile_rows(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
+                              const SplitPolicy& policy) noexcept {
+  if (family == KernelFamily::kPrefill) return prefill_rows(device, work, policy);
   return work.head_dim_vo < 128 ? 192 : 128;
 }
 
@@ -183,8 +297,15 @@ HopperShape shape_hopper(KernelFamily family, std::int32_t tile_rows, const Devi
   }
   HopperShape shape;
   const Cut cut = cut_of(family, work, tile_rows);
+  ChosenCut chosen;
+  if (family == KernelFamily::kPrefill) chosen = choose_keys(device, work, tile_rows, policy);
   std::int64_t works = 0;
-  for (std::int32_t r = 0; r < work.batch(); ++r) works += cut.tiles(work.qo_len(r));
+  std::int64_t tiles = 0;
+  for (std::int32_t r = 0; r < work.batch(); ++r) {
+    const RequestTiles request = request_tiles(cut, work, chosen.keys, r, tiles);
+    tiles += request.tiles;
+    works += request.whole + std::int64_t{request.tiles - request.whole} * request.parts;
+  }
   std::int64_t padded = works;
   if (policy.graph) {
     const std::int64_t batch = policy.max_batch > 0 ? policy.max_batch : work.batch();
@@ -216,6 +337,15 @@ HopperShape shape_hopper(KernelFamily family, std::int32_t tile_rows, const Devi
   shape.head_indices = place(shape.padded_works);
   shape.work_indptr = place(std::int64_t{device.num_workers} + 1);
   shape.batch_indices = place(shape.padded_works);
+  if (chosen.slots > 0) {
+    shape.whole_tiles = chosen.keys.whole_tiles;
+    shape.most_part_keys = chosen.keys.most_keys;
+    shape.slots = static_cast<std::int32_t>(chosen.slots);
+    shape.part_indices = place(works * heads);
+    shape.parts = place(works * heads);
+    shape.slot_indices = place(works * heads);
+    shape.arrivals = place(chosen.slots * (tile_rows / kPrefillWarpRows));
+  }
   return shape;
 }
 
@@ -243,7 +373,9 @@ void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape
   auto* const tile_works = reinterpret_cast<TileWork*>(scratch.data() + ring_bytes);
   const std::span<TileWork> unsorted(tile_works, static_cast<std::size_t>(tiles));
   const std::span<TileWork> sorted(tile_works + tiles, static_cast<std::size_t>(tiles));
-  sort_tiles(cut, work, kv_lens, unsorted, sorted);
+  const bool parted = shape.slots > 0;
+  const KeyCut keys = parted ? KeyCut{.whole_tiles = shape.whole_tiles, .most_keys = shape.most_part_keys} : KeyCut{};
+  sort_tiles(cut, work, keys, kv_lens, unsorted, sorted);
 
   const std::span<LoadRing::Entry> ring_storage(reinterpret_cast<LoadRing::Entry*>(scratch.data()), slots);
   std::ranges::fill(ring_storage, LoadRing::Entry{});
@@ -286,22 +418,29 @@ void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape
   std::int32_t* const head = array(shape.head_indices);
   std::int32_t* const work_indptr = array(shape.work_indptr);
   std::int32_t* const request = array(shape.batch_indices);
+  std::int32_t* const part = array(shape.part_indices);
+  std::int32_t* const parts = array(shape.parts);
+  std::int32_t* const slot = array(shape.slot_indices);
   std::copy_n(places.begin(), group_workers, work_indptr);
   id = 0;
   for_each_run([&](const TileWork& item, std::int32_t first, std::int32_t end) {
     const std::int32_t row = first_row(work, item.request);
     const std::int32_t rows = work.qo_len(item.request);
     const std::int32_t key = kv_indptr[item.request];
-    const std::int32_t keys = kv_lens[item.request];
+    const std::int32_t kv = kv_lens[item.request];
     for (std::int32_t h = first; h < end; ++h) {
       const std::int32_t at = places[worker_of[id++]]++;
       qo_tile[at] = item.tile;
       qo_start[at] = row;
       kv_start[at] = key;
       qo_len[at] = rows;
-      kv_len[at] = keys;
+      kv_len[at] = kv;
       head[at] = h;
       request[at] = item.request;
+      if (!parted) continue;
+      part[at] = item.part;
+      parts[at] = item.parts;
+      slot[at] = h * (shape.slots / heads) + item.slot;
     }
   });
   for (std::int32_t g = 1; g < groups; ++g) {
@@ -310,6 +449,12 @@ void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape
       std::copy_n(same, group_works, same + begin);
     }
     for (std::int32_t i = 0; i < group_works; ++i) head[begin + i] = head[i] + g * group_heads;
+    if (parted) {
+      std::copy_n(part, group_works, part + begin);
+      std::copy_n(parts, group_works, parts + begin);
+      const std::int32_t slots = shape.slots / groups;
+      for (std::int32_t i = 0; i < group_works; ++i) slot[begin + i] = slot[i] + g * slots;
+    }
     for (std::int32_t w = 0; w < group_workers; ++w) work_indptr[g * group_workers + w] = work_indptr[w] + begin;
   }
 
@@ -321,6 +466,12 @@ void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape
   for (const std::size_t offset : {shape.qo_tile_indices, shape.qo_indptr, shape.kv_indptr, shape.qo_len, shape.kv_len,
                                    shape.head_indices, shape.batch_indices}) {
     pad(offset, shape.works, shape.padded_works, 0);
+  }
+  if (parted) {
+    for (const std::size_t offset : {shape.part_indices, shape.parts, shape.slot_indices}) {
+      pad(offset, shape.works, shape.works, 0);
+    }
+    pad(shape.arrivals, 0, shape.slots * (tile_rows / kPrefillWarpRows), 0);
   }
   pad(shape.work_indptr, device.num_workers, device.num_workers + 1, shape.works);
 }

@@ -44,7 +44,8 @@ struct SplitPolicy {
   std::int32_t fixed_chunk_tokens =
       0;               ///< > 0: batch-invariant; every request is cut at multiples of this (rounded up to pages)
   bool graph = false;  ///< fix the grid for `max_batch` requests, so that any later table fits it
-  std::int32_t max_batch = 0;  ///< graph only; 0: the batch at hand
+  std::int32_t max_batch = 0;            ///< graph only; 0: the batch at hand
+  std::size_t partial_limit = SIZE_MAX;  ///< kPrefill: most bytes of partial results
   std::int32_t max_pages = 0;  ///< graph only: page table entries of all requests, for a fixed split; 0: unknown
 };
 
@@ -67,8 +68,12 @@ ScheduleShape worst_shape(KernelFamily family, const DeviceProps& device, const 
                           std::int32_t max_batch, std::int32_t max_kv_pages, std::int64_t max_total_rows,
                           const SplitPolicy& policy);
 
+/// Most partial results of a kPrefill schedule, and what one of them takes.
+std::int64_t prefill_slots(const DeviceProps& device) noexcept;
+std::size_t prefill_slot_bytes(std::int32_t tile_rows, std::int32_t head_dim_vo) noexcept;
 /// Rows of a tile of the Hopper families: query tokens; kPrefill: packed (token, head-in-group) rows.
-std::int32_t hopper_tile_rows(KernelFamily family, const DeviceProps& device, const WorkLoad& work) noexcept;
+std::int32_t hopper_tile_rows(KernelFamily family, const DeviceProps& device, const WorkLoad& work,
+                              const SplitPolicy& policy) noexcept;
 /// Work lists of the Hopper families: longest work first onto the least loaded SM. `kv_lens` [batch] are tokens.
 HopperShape shape_hopper(KernelFamily family, std::int32_t tile_rows, const DeviceProps& device, const WorkLoad& work,
                          const SplitPolicy& policy);

@@ -454,6 +454,85 @@ TEST_F(Cuda, OurPrefillKernelAgreesAtEveryEdge) {
   }
 }
 
+// Few rows over many keys: tiles whose keys are cut, beside short and empty requests.
+TEST_F(Cuda, OurPrefillKernelCutsKeys) {
+  const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
+  for (int trial = 0; trial < 40; ++trial) {
+    Case c{.op = rng_.pick({Op::kPrefill, Op::kPrefill, Op::kRagged})};
+    AttentionParams& params = c.params;
+    params.num_kv_heads = rng_.pick({1, 1, 2, 3});
+    params.num_qo_heads = params.num_kv_heads * rng_.pick({1, 4, 7, 8});
+    params.head_dim_qk = params.head_dim_vo = rng_.pick({64, 128, 128, 256});
+    params.causal = rng_.chance(0.7);
+    if (rng_.chance(0.3)) params.window_left = rng_.pick({100, 2000, 5000});
+    if (rng_.chance(0.2)) params.logits_soft_cap = 30;
+    c.q_dtype = c.kv_dtype = rng_.pick({DType::kBFloat16, DType::kFloat16});
+    c.page_size = rng_.pick({16, 64, 7});
+    c.lse = rng_.chance(0.7);
+    c.sinks = rng_.chance(0.3);
+    c.q_deviation = rng_.pick({1.0F, 8.0F});
+    if (c.op == Op::kPrefill) {
+      if (rng_.chance(0.2)) c.kv_dtype = DType::kFloat8E4M3;
+      c.k_scale = rng_.pick({0.37F, 1.0F});
+      c.head_scales = rng_.chance(0.3);
+    }
+    c.kv_lens = {rng_.uniform(4000, 12000)};
+    c.qo_lens = {rng_.uniform(1, 60)};
+    for (int r = rng_.uniform(0, 3); r > 0; --r) {
+      const std::int32_t keys = rng_.pick({0, 1, 100, 2000, 7000});
+      c.kv_lens.push_back(keys);
+      c.qo_lens.push_back(rng_.pick({0, 1, 30, 50}));
+    }
+    Problem problem(kDevice, c, rng_);
+    for (int i = 0; i < 2; ++i) {  // the second call finds the counters as the first left them
+      problem.call(*workspace);
+      ASSERT_TRUE(problem.check()) << c;
+    }
+  }
+}
+
+// Its blocks arrive in any order.
+TEST_F(Cuda, OurPrefillKernelGivesTheSameBitsForCutKeys) {
+  const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
+  Case c{.op = Op::kPrefill, .qo_lens = {300}, .kv_lens = {20000}, .lse = true};
+  c.params = {.num_qo_heads = 8, .num_kv_heads = 1, .head_dim_qk = 128};
+  Problem problem(kDevice, c, rng_);
+  ASSERT_GT(problem.plan(*workspace).info().scratch_bytes, 0U) << "nothing was cut";
+  problem.call(*workspace);
+  ASSERT_TRUE(problem.check());
+  const auto values = [&] {
+    std::vector<float> all = problem.lse();
+    const TestTensor& out = problem.out();
+    for (std::int64_t row = 0; row < out.rows(); ++row) {
+      for (std::int64_t i = 0; i < out.heads() * out.dim(); ++i)
+        all.push_back(out.at(row, i / out.dim(), i % out.dim()));
+    }
+    return all;
+  };
+  const std::vector<float> first = values();
+  for (int i = 0; i < 20; ++i) {
+    problem.call(*workspace);
+    problem.fetch_outputs();
+    ASSERT_EQ(values(), first);
+  }
+}
+
+TEST_F(Cuda, OurPrefillKernelCutsWhatFixedScratchHolds) {
+  Case c{.op = Op::kPrefill, .qo_lens = {300}, .kv_lens = {8000}};
+  c.params = {.num_qo_heads = 8, .num_kv_heads = 1, .head_dim_qk = 128};
+  Problem problem(kDevice, c, rng_);
+  const auto free_workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
+  const std::size_t needed = problem.plan(*free_workspace).info().scratch_bytes;
+  ASSERT_GT(needed, 0U);
+  for (const std::size_t bytes : {needed, needed - 1, needed / 3, std::size_t{64}}) {
+    const auto workspace =
+        make_workspace(kDevice, {.workspace_bytes = bytes, .fixed_size = true, .cuda_route = CudaRoute::kPrefill});
+    EXPECT_LE(problem.plan(*workspace).info().scratch_bytes, bytes);
+    problem.call(*workspace);
+    EXPECT_TRUE(problem.check()) << bytes;
+  }
+}
+
 TEST_F(Cuda, OurPrefillKernelKeepsNotANumberWhereItBelongs) {
   const auto workspace = make_workspace(kDevice, {.cuda_route = CudaRoute::kPrefill});
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();

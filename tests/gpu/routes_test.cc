@@ -83,7 +83,7 @@ TEST(CudaRoutes, LongPrefillTakesOurOwnKernel) {
   EXPECT_EQ(route(prefill(512, 32768)), kPrefill);
   EXPECT_EQ(route(prefill(512, 512)), kPrefill);
   EXPECT_EQ(route(prefill(16, 8192)), kTensorTile);
-  EXPECT_EQ(route(prefill(128, 8192)), kTensorTile);
+  EXPECT_EQ(route(prefill(128, 8192)), kPrefill) << "cut keys";
   EXPECT_EQ(route(prefill(16, 8192), CudaRoute::kPrefill), kPrefill);
   const auto changed = [](auto&& change) {
     RouteRequest request = prefill(8192, 8192);

@@ -419,14 +419,15 @@ struct HopperCase {
   std::int64_t tiles(std::int32_t r, std::int32_t tile_rows) const {
     return (std::int64_t{work.qo_len(r)} * rows_per_token() + tile_rows - 1) / tile_rows;
   }
-  std::int64_t cost(std::int32_t r, std::int64_t tile, std::int32_t tile_rows) const {
+  std::int64_t cost(std::int32_t r, std::int64_t tile, std::int32_t tile_rows, std::int32_t parts) const {
     const auto tokens = [&](std::int64_t rows) { return (rows + rows_per_token() - 1) / rows_per_token(); };
     std::int64_t end = kv_lens[r];
     if (work.causal) {
       end = std::clamp<std::int64_t>(end - work.qo_len(r) + tokens((tile + 1) * tile_rows), 0, end);
     }
     if (work.window_left >= 0) end = std::min(end, work.window_left + tokens(tile_rows));
-    return end + (family == KernelFamily::kHopper ? 2 * tile_rows : tile_rows == 192 ? 264 : 288);
+    const std::int32_t fixed = family == KernelFamily::kHopper ? 2 * tile_rows : tile_rows == 192 ? 264 : 288;
+    return end / parts + fixed + (parts > 1 ? 130 : 0);
   }
 };
 
@@ -438,7 +439,7 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
                                       << " batch " << c.kv_lens.size());
     const SplitPolicy policy{.graph = random.chance(0.3)};
     std::vector<std::byte> scratch;
-    const std::int32_t tile_rows = hopper_tile_rows(c.family, c.device, c.work);
+    const std::int32_t tile_rows = hopper_tile_rows(c.family, c.device, c.work, policy);
     const HopperShape shape = shape_hopper(c.family, tile_rows, c.device, c.work, policy);
     std::vector<std::int32_t> memory(shape.bytes / 4 + 4, Planned::kPoison);
     const auto out = std::as_writable_bytes(std::span(memory)).first(shape.bytes);
@@ -457,16 +458,21 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     ASSERT_LE(shape.works, shape.padded_works);
     const std::int32_t heads = c.heads();
     std::vector<std::int32_t> first_tile{0};
-    std::vector<std::int64_t> jobs;
+    std::int32_t all_tiles = 0;
     for (std::size_t r = 0; r < c.kv_lens.size(); ++r) {
       const auto tiles = static_cast<std::int32_t>(c.tiles(static_cast<std::int32_t>(r), tile_rows));
-      for (std::int32_t tile = 0; tile < tiles; ++tile) {
-        jobs.insert(jobs.end(), static_cast<std::size_t>(heads), c.cost(static_cast<std::int32_t>(r), tile, tile_rows));
-      }
-      first_tile.push_back(first_tile.back() + tiles);
+      all_tiles += tiles;
+      first_tile.push_back(all_tiles);
     }
-    ASSERT_EQ(static_cast<std::size_t>(shape.works), jobs.size());
-    std::vector<std::uint8_t> seen(jobs.size());
+    // Of each (tile, head): which parts were seen, of how many, and where their partial results start.
+    struct Seen {
+      std::vector<std::uint8_t> parts{};
+      std::int32_t slot = 0;
+    };
+    std::vector<Seen> seen(static_cast<std::size_t>(all_tiles) * static_cast<std::size_t>(heads));
+    std::vector<std::int64_t> jobs;
+    const bool cut = shape.slots > 0;
+    ASSERT_TRUE(!cut || (c.family == KernelFamily::kPrefill && !policy.graph));
     std::int64_t finish = 0;
     for (std::int32_t w = 0; w < c.device.num_workers; ++w) {
       ASSERT_LE(indptr[w], indptr[w + 1]);
@@ -477,15 +483,38 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
         const std::int32_t head = array(shape.head_indices)[i];
         ASSERT_TRUE(r >= 0 && r < static_cast<std::int32_t>(c.kv_lens.size()) && head >= 0 && head < heads);
         ASSERT_TRUE(tile >= 0 && tile < first_tile[r + 1] - first_tile[r]);
-        ASSERT_EQ(seen[static_cast<std::size_t>((first_tile[r] + tile) * heads + head)]++, 0);
+        Seen& of = seen[static_cast<std::size_t>((first_tile[r] + tile) * heads + head)];
+        const std::int32_t part = cut ? array(shape.part_indices)[i] : 0;
+        const std::int32_t parts = cut ? array(shape.parts)[i] : 1;
+        if (of.parts.empty()) {
+          of.parts.resize(static_cast<std::size_t>(parts));
+          of.slot = cut ? array(shape.slot_indices)[i] : 0;
+        }
+        ASSERT_EQ(static_cast<std::size_t>(parts), of.parts.size());
+        ASSERT_TRUE(part >= 0 && part < parts);
+        ASSERT_EQ(of.parts[static_cast<std::size_t>(part)]++, 0);
+        if (cut) ASSERT_EQ(array(shape.slot_indices)[i], of.slot);
         ASSERT_EQ(array(shape.qo_indptr)[i], c.qo_indptr[r]);
         ASSERT_EQ(array(shape.kv_indptr)[i], c.kv_indptr[r]);
         ASSERT_EQ(array(shape.qo_len)[i], c.work.qo_len(r));
         ASSERT_EQ(array(shape.kv_len)[i], c.kv_lens[r]);
-        load += c.cost(r, tile, tile_rows);
+        jobs.push_back(c.cost(r, tile, tile_rows, parts));
+        load += jobs.back();
       }
       finish = std::max(finish, load);
     }
+    std::vector<std::uint8_t> slots(static_cast<std::size_t>(shape.slots));
+    for (const Seen& of : seen) {
+      ASSERT_FALSE(of.parts.empty());
+      for (const std::uint8_t times : of.parts) ASSERT_EQ(times, 1);
+      if (of.parts.size() == 1) continue;
+      for (std::size_t part = 0; part < of.parts.size(); ++part) {
+        ASSERT_LT(static_cast<std::size_t>(of.slot) + part, slots.size());
+        ASSERT_EQ(slots[static_cast<std::size_t>(of.slot) + part]++, 0);
+      }
+    }
+    for (const std::uint8_t times : slots) ASSERT_EQ(times, 1);
+    for (std::int32_t i = 0; i < shape.slots * (tile_rows / 16); ++i) ASSERT_EQ(array(shape.arrivals)[i], 0);
     // The textbook rule: all works by descending cost, each onto the least loaded of all workers.
     std::sort(jobs.begin(), jobs.end(), std::greater<>());
     const std::int64_t heap = test::greedy_finish(jobs, 1, c.device.num_workers);

@@ -392,7 +392,7 @@ TEST(Plan, HopperListsEveryHead) {
   work.qo_indptr = indptr;
   const DeviceProps device = DeviceProps::h200();
   const auto shape = [&](KernelFamily family, const SplitPolicy& policy) {
-    return shape_hopper(family, hopper_tile_rows(family, device, work), device, work, policy);
+    return shape_hopper(family, hopper_tile_rows(family, device, work, {}), device, work, policy);
   };
   EXPECT_EQ(shape(KernelFamily::kHopper, {}).works, 4 * (3 + 1));
   EXPECT_EQ(shape(KernelFamily::kHopper, {.graph = true, .max_batch = 5}).padded_works, 4 * ((428 + 5 * 127) / 128));
@@ -407,17 +407,48 @@ TEST(Plan, PrefillPacksHeadsAndMakesLowTilesOfLittleWork) {
   std::vector<std::int32_t> kv_pages = {512};
   work.kv_pages = kv_pages;
   work.uniform_qo_len = 8192;
-  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 192);
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work, {}), 192);
   EXPECT_EQ(shape_hopper(kFamily, 192, device, work, {}).works, 8 * ((4 * 8192 + 191) / 192));
   kv_pages[0] = 2048;
   work.uniform_qo_len = 512;
-  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 128) << "one round of 128 works, where 88 would leave more idle";
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work, {.allow_split = false}), 128)
+      << "one round of 128 works, where 88 would leave more idle";
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work, {}), 192) << "two rounds of parts";
   EXPECT_EQ(shape_hopper(kFamily, 128, device, work, {}).works, 8 * (4 * 512 / 128));
   work.head_dim_vo = 64;
-  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 192);
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work, {}), 192);
   work.uniform_qo_len = 8192;
   work.head_dim_vo = 256;
-  EXPECT_EQ(hopper_tile_rows(kFamily, device, work), 128);
+  EXPECT_EQ(hopper_tile_rows(kFamily, device, work, {}), 128);
+}
+
+TEST(Plan, PrefillCutsKeysWhereTilesAreFew) {
+  const DeviceProps device = DeviceProps::h200();
+  const std::vector<std::int32_t> kv_pages = {2048};
+  WorkLoad work = heads(8, 1);
+  work.page_size = 16;
+  work.kv_pages = kv_pages;
+  work.uniform_qo_len = 512;
+  const auto shape = [&](const SplitPolicy& policy) {
+    const std::int32_t rows = hopper_tile_rows(KernelFamily::kPrefill, device, work, policy);
+    return shape_hopper(KernelFamily::kPrefill, rows, device, work, policy);
+  };
+  EXPECT_EQ(shape({}).works, 6 * 22);
+  EXPECT_EQ(shape({}).slots, 6 * 22);
+  for (const SplitPolicy& policy : {SplitPolicy{.allow_split = false}, SplitPolicy{.fixed_chunk_tokens = 4096},
+                                    SplitPolicy{.graph = true}, SplitPolicy{.partial_limit = 1000}}) {
+    EXPECT_EQ(shape(policy).slots, 0);
+  }
+  const std::size_t limit = 100 * prefill_slot_bytes(128, 128);
+  EXPECT_GT(shape({.partial_limit = limit}).slots, 0);
+  EXPECT_LE(shape({.partial_limit = limit}).slots, 100);
+  work.num_qo_heads = 32;
+  work.num_kv_heads = 8;
+  work.uniform_qo_len = 2048;
+  EXPECT_EQ(shape({}).whole_tiles, 33) << "two rounds";
+  EXPECT_EQ(shape({}).slots, 8 * 10 * 3);
+  work.uniform_qo_len = 32768;
+  EXPECT_EQ(shape({}).slots, 0);
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct HopperArgs {
   std::int64_t out_row = 0;   ///< strides of out
   std::int64_t out_head = 0;
   std::int32_t num_workers = 0;
+  float* partials = nullptr;  ///< of cut tiles; our own kernel only
 };
 
 struct HopperKernel {

@@ -8,6 +8,10 @@
 // while another does not. Keys come from the last block to the first: the blocks that need a mask come first, and the
 // others skip it.
 //
+// Where there are too few tiles, the keys of one are cut into parts, each a work. Every warp leaves what it has of its
+// rows in a slot of scratch, as its registers hold it, and counts itself; the last of a tile's parts adds them up, in
+// order, and goes on as if it had done all of them.
+//
 // What a warpgroup does for one block is a chain about as long as all products of a block, so its length decides: see
 // bench/LOG.md for what shortened it.
 //
@@ -98,6 +102,11 @@ struct PrefillParams {
   std::int64_t q_row, q_head, out_row, out_head;
   const std::int32_t* work_indptr;
   const std::int32_t* fields[7];  ///< of works: tile, first row, query tokens, first key, keys, KV head, request
+  const std::int32_t* part;       ///< of a work; null: no tile is cut
+  const std::int32_t* parts;
+  const std::int32_t* slots;  ///< of a work's tile
+  std::uint32_t* arrivals;
+  float4* partials;
   const std::int32_t* page_indptr;
   const std::int32_t* pages;  ///< null where contiguous
   cutlass::FastDivmod page_size;
@@ -118,6 +127,7 @@ struct PrefillParams {
 /// A work as the warps read it.
 struct PrefillWork {
   std::int32_t tile, first_row, qo_len, first_key, kv_len, head, request;
+  std::int32_t part = 0, parts = 1, slot = 0;
 };
 
 /// kKeys of a block; kWarpgroups that compute.
@@ -154,7 +164,7 @@ struct PrefillInstance {
     alignas(1024) T v[kStages][kKeys * kDim];
     std::uint64_t q_full[2], q_empty[2];
     std::uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    std::int32_t words[4][8];  ///< of the tiles under way
+    std::int32_t words[4][11];  ///< of the tiles under way
   };
 
   /// Place in a ring, and how often its end was passed.
@@ -170,12 +180,18 @@ struct PrefillInstance {
   };
 
   __device__ __forceinline__ static PrefillWork read_work(const Params& params, int index) {
-    return {__ldg(params.fields[0] + index), __ldg(params.fields[1] + index), __ldg(params.fields[2] + index),
-            __ldg(params.fields[3] + index), __ldg(params.fields[4] + index), __ldg(params.fields[5] + index),
-            __ldg(params.fields[6] + index)};
+    PrefillWork work{__ldg(params.fields[0] + index), __ldg(params.fields[1] + index), __ldg(params.fields[2] + index),
+                     __ldg(params.fields[3] + index), __ldg(params.fields[4] + index), __ldg(params.fields[5] + index),
+                     __ldg(params.fields[6] + index)};
+    if (params.part != nullptr) {
+      work.part = __ldg(params.part + index);
+      work.parts = __ldg(params.parts + index);
+      work.slot = __ldg(params.slots + index);
+    }
+    return work;
   }
 
-  /// The blocks [first, end) that some row of the tile sees.
+  /// The blocks [first, end) that some row of the tile sees, or the work's part of them.
   struct Blocks {
     int first, end;
   };
@@ -189,7 +205,10 @@ struct PrefillInstance {
       const int position = before + params.group.div(work.tile * kRows);
       if (position > params.window_left) first = (position - params.window_left) / kKeys;
     }
-    return {first, max(first, (end + kKeys - 1) / kKeys)};
+    const Blocks all{first, max(first, (end + kKeys - 1) / kKeys)};
+    if (work.parts == 1) return all;
+    const int count = all.end - first;
+    return {first + count * work.part / work.parts, first + count * (work.part + 1) / work.parts};
   }
 
   /// Loads all blocks of K, or of V: one warp for each.
@@ -305,6 +324,9 @@ struct PrefillInstance {
         words[5] = work.head;
         words[6] = blocks.first;
         words[7] = blocks.end;
+        words[8] = work.part;
+        words[9] = work.parts;
+        words[10] = work.slot;
       }
       const auto base = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared.q[buffer]));
       int packed = work.tile * kRows + thread / kChunks;
@@ -553,6 +575,59 @@ struct PrefillInstance {
     }
   };
 
+  /// Of a work of a cut tile: whether this warp is the last to arrive with its rows, and now holds what all parts have.
+  __device__ __forceinline__ static bool join(const Params& params, Compute& state, int part, int parts, int slot,
+                                              int warp, int lane) {
+    constexpr int kVectors = kDim / 8;  // of a lane, and one more
+    constexpr int kLanes = 128 * kWarpgroups;
+    const int place = state.warpgroup * 128 + warp * 32 + lane;
+    const auto at = [&](int of, int vector) {
+      return params.partials + (std::int64_t{slot} + of) * (kVectors + 1) * kLanes + vector * kLanes + place;
+    };
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      __stcg(at(part, i), make_float4(state.o[4 * i], state.o[4 * i + 1], state.o[4 * i + 2], state.o[4 * i + 3]));
+    }
+    __stcg(at(part, kVectors), make_float4(state.top[0], state.top[1], state.sum[0], state.sum[1]));
+    __threadfence();
+    __syncwarp();
+    std::uint32_t* const arrivals = params.arrivals + slot * (kLanes / 32) + place / 32;
+    std::uint32_t before = 0;
+    if (lane == 0) before = atomicAdd(arrivals, 1U);
+    if (__shfl_sync(kAllLanes, before, 0) != static_cast<std::uint32_t>(parts - 1)) return false;
+    __threadfence();
+    if (lane == 0) *arrivals = 0;
+
+    state.top[0] = state.top[1] = -kInf;
+#pragma unroll 4
+    for (int i = 0; i < parts; ++i) {
+      const float4 rows = __ldcg(at(i, kVectors));
+      state.top[0] = fmaxf(state.top[0], rows.x);
+      state.top[1] = fmaxf(state.top[1], rows.y);
+    }
+    state.sum[0] = state.sum[1] = 0;
+#pragma unroll
+    for (float& value : state.o) value = 0;
+    for (int i = 0; i < parts; ++i) {
+      const float4 rows = __ldcg(at(i, kVectors));
+      // A part in which a row sees no key gives nothing of its values: other rows may have met NaN there.
+      const bool seen[2] = {rows.x != -kInf, rows.y != -kInf};
+      const float weights[2] = {seen[0] ? exp2f((rows.x - state.top[0]) * state.scale) : 0.0F,
+                                seen[1] ? exp2f((rows.y - state.top[1]) * state.scale) : 0.0F};
+      state.sum[0] += weights[0] * rows.z;
+      state.sum[1] += weights[1] * rows.w;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const float4 values = __ldcg(at(i, v));
+        state.o[4 * v] += seen[0] ? weights[0] * values.x : 0.0F;
+        state.o[4 * v + 1] += seen[0] ? weights[0] * values.y : 0.0F;
+        state.o[4 * v + 2] += seen[1] ? weights[1] * values.z : 0.0F;
+        state.o[4 * v + 3] += seen[1] ? weights[1] * values.w : 0.0F;
+      }
+    }
+    return true;
+  }
+
   /// Four registers of each lane of four: lane t gets the t-th of all.
   __device__ __forceinline__ static void turn(std::uint32_t (&a)[4], int lane) {
     const bool odd = lane % 2 != 0;
@@ -611,6 +686,9 @@ struct PrefillInstance {
       limits(warpgroup_row + 63, state.low_all, unused);
 
       state.run(word(6), word(7));
+      if (const int parts = word(9); parts > 1) {
+        if (!join(params, state, word(8), parts, word(10), warp, lane)) continue;
+      }
 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -771,6 +849,13 @@ struct PrefillLaunch {
     const std::size_t fields[] = {shape.qo_tile_indices, shape.qo_indptr,    shape.qo_len,       shape.kv_indptr,
                                   shape.kv_len,          shape.head_indices, shape.batch_indices};
     std::ranges::transform(fields, std::begin(params.fields), words);
+    if (shape.slots > 0) {
+      params.part = words(shape.part_indices);
+      params.parts = words(shape.parts);
+      params.slots = words(shape.slot_indices);
+      params.arrivals = reinterpret_cast<std::uint32_t*>(const_cast<std::byte*>(args.schedule) + shape.arrivals);
+      params.partials = reinterpret_cast<float4*>(args.partials);
+    }
     params.page_indptr = kv.indptr;
     params.pages = kv.indices;
     params.page_size = cutlass::FastDivmod(kv.page_size);
