@@ -364,10 +364,10 @@ void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape
   const std::int32_t group_works = shape.works / groups;
 
   // Bounded by the works of a group.
-  const std::size_t slots = std::bit_ceil(static_cast<std::size_t>(group_workers));
+  const std::size_t ring_slots = std::bit_ceil(static_cast<std::size_t>(group_workers));
   const std::size_t word_count = static_cast<std::size_t>(group_workers) + 1 + group_works;
   const std::size_t tile_bytes = 2 * static_cast<std::size_t>(tiles) * sizeof(TileWork);
-  const std::size_t ring_bytes = slots * sizeof(LoadRing::Entry);
+  const std::size_t ring_bytes = ring_slots * sizeof(LoadRing::Entry);
   static_assert(alignof(TileWork) <= alignof(LoadRing::Entry) && alignof(std::int32_t) <= alignof(TileWork));
   scratch.resize(std::max(scratch.size(), tile_bytes + ring_bytes + word_count * sizeof(std::int32_t)));
   auto* const tile_works = reinterpret_cast<TileWork*>(scratch.data() + ring_bytes);
@@ -377,7 +377,7 @@ void write_hopper(KernelFamily family, std::int32_t tile_rows, const HopperShape
   const KeyCut keys = parted ? KeyCut{.whole_tiles = shape.whole_tiles, .most_keys = shape.most_part_keys} : KeyCut{};
   sort_tiles(cut, work, keys, kv_lens, unsorted, sorted);
 
-  const std::span<LoadRing::Entry> ring_storage(reinterpret_cast<LoadRing::Entry*>(scratch.data()), slots);
+  const std::span<LoadRing::Entry> ring_storage(reinterpret_cast<LoadRing::Entry*>(scratch.data()), ring_slots);
   std::ranges::fill(ring_storage, LoadRing::Entry{});
   for (std::int32_t w = 0; w < group_workers; ++w) ring_storage[w] = {.load = 0, .worker = w};
   LoadRing ring(ring_storage);

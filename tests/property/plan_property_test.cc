@@ -493,7 +493,9 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
         ASSERT_EQ(static_cast<std::size_t>(parts), of.parts.size());
         ASSERT_TRUE(part >= 0 && part < parts);
         ASSERT_EQ(of.parts[static_cast<std::size_t>(part)]++, 0);
-        if (cut) ASSERT_EQ(array(shape.slot_indices)[i], of.slot);
+        if (cut) {
+          ASSERT_EQ(array(shape.slot_indices)[i], of.slot);
+        }
         ASSERT_EQ(array(shape.qo_indptr)[i], c.qo_indptr[r]);
         ASSERT_EQ(array(shape.kv_indptr)[i], c.kv_indptr[r]);
         ASSERT_EQ(array(shape.qo_len)[i], c.work.qo_len(r));
