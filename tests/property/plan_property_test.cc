@@ -432,6 +432,8 @@ struct HopperCase {
 };
 
 TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
+  double excess = 0;
+  int nonempty = 0;
   for (int trial = 0; trial < 300; ++trial) {
     Rng& random = rng_;
     const HopperCase c(random, random.pick({0, 1, 7, 64}), random.pick({1, 300, 3000, 20000}));
@@ -517,11 +519,17 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
     }
     for (const std::uint8_t times : slots) ASSERT_EQ(times, 1);
     for (std::int32_t i = 0; i < shape.slots * (tile_rows / 16); ++i) ASSERT_EQ(array(shape.arrivals)[i], 0);
-    // The textbook rule: all works by descending cost, each onto the least loaded of all workers.
+    // The textbook rule: all works by descending cost, each onto the least loaded of all workers. Many short works are
+    // given out head by head instead, which may end somewhat later.
     std::sort(jobs.begin(), jobs.end(), std::greater<>());
     const std::int64_t heap = test::greedy_finish(jobs, 1, c.device.num_workers);
-    ASSERT_LE(static_cast<double>(finish), 1.02 * static_cast<double>(heap));
+    if (heap == 0) continue;
+    const double ratio = static_cast<double>(finish) / static_cast<double>(heap);
+    ASSERT_LE(ratio, 1.08);
+    excess += ratio - 1;
+    ++nonempty;
   }
+  EXPECT_LE(excess, 0.001 * nonempty);
 }
 
 // The search may look at any of the candidates in any order; what it finds must be what trying all of them finds.
