@@ -51,5 +51,3 @@ BENCHMARK(plan_decode_hit)->Arg(8)->Arg(64)->Arg(256);
 BENCHMARK(plan_decode_miss)->Arg(8)->Arg(64)->Arg(256);
 
 }  // namespace
-
-BENCHMARK_MAIN();

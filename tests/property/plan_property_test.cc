@@ -485,7 +485,8 @@ TEST_F(HopperProperty, EveryTileOfEveryHeadOnceAndBalancedLikeAHeap) {
         const std::int32_t head = array(shape.head_indices)[i];
         ASSERT_TRUE(r >= 0 && r < static_cast<std::int32_t>(c.kv_lens.size()) && head >= 0 && head < heads);
         ASSERT_TRUE(tile >= 0 && tile < first_tile[r + 1] - first_tile[r]);
-        Seen& of = seen[static_cast<std::size_t>((first_tile[r] + tile) * heads + head)];
+        Seen& of = seen[static_cast<std::size_t>(first_tile[r] + tile) * static_cast<std::size_t>(heads) +
+                        static_cast<std::size_t>(head)];
         const std::int32_t part = cut ? array(shape.part_indices)[i] : 0;
         const std::int32_t parts = cut ? array(shape.parts)[i] : 1;
         if (of.parts.empty()) {

@@ -104,8 +104,8 @@ TEST(Plan, OneLongRequestAmongShortOnesFillsEveryWorker) {
     std::int64_t blocks;
   };
   const DeviceProps h200 = DeviceProps::h200();
-  std::vector<Target> targets = {{KernelFamily::kTensorTile, h200, 132 * h200.tile_blocks_per_sm},
-                                 {KernelFamily::kCudaCore, h200, 132 * h200.decode_blocks_per_sm}};
+  std::vector<Target> targets = {{KernelFamily::kTensorTile, h200, std::int64_t{132} * h200.tile_blocks_per_sm},
+                                 {KernelFamily::kCudaCore, h200, std::int64_t{132} * h200.decode_blocks_per_sm}};
   for (const std::int32_t threads : {2, 8, 64}) {
     targets.push_back({KernelFamily::kCpuStream, DeviceProps::cpu(threads), threads});
   }
