@@ -31,6 +31,8 @@ constexpr bool is_hopper(KernelFamily family) noexcept {
 inline constexpr std::int32_t kPrefillPageSlots = 16;
 /// Packed rows of a tile that one warp of kPrefill owns.
 inline constexpr std::int32_t kPrefillWarpRows = 16;
+/// Most parts into which kPrefill cuts the keys of a tile.
+inline constexpr std::int32_t kMostPrefillParts = 16;
 /// Most packed (token, head-in-group) rows of a request that kCudaStream takes.
 inline constexpr std::int32_t kCudaStreamRows = 32;
 /// Token slots in the pages of one table, up to which FlashInfer's kernels number them, in 32 bits.

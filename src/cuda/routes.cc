@@ -134,12 +134,11 @@ Costs estimate(const RouteRequest& request, const DeviceProps& device) noexcept 
   const double packed = rows * (params.num_qo_heads / params.num_kv_heads);
   // What a part of cut keys takes beside them, in keys; about as the planner reckons.
   constexpr double kPartKeys = 700;
-  constexpr std::int32_t kMostParts = 16;
   const auto slots = static_cast<double>(prefill_slots(device));
   const auto in_parts = [&](double tile_rows) {
     const double works = std::ceil(packed / tile_rows) * batch * params.num_kv_heads;
     double least = in_tiles(tile_rows, packed, params.num_kv_heads);
-    for (std::int32_t parts = 2; parts <= kMostParts && works * parts <= slots; ++parts) {
+    for (std::int32_t parts = 2; parts <= kMostPrefillParts && works * parts <= slots; ++parts) {
       const double a_part = 2.0 * (params.head_dim_qk + params.head_dim_vo) * (seen / parts + kPartKeys);
       least = std::min(least, std::ceil(works * parts / device.num_workers) * device.num_workers * tile_rows * a_part);
     }

@@ -74,7 +74,6 @@ std::int32_t tile_cost(const Cut& cut, const WorkLoad& work, std::int32_t qo_len
 
 // Keys as long as which a part takes to write its result, fitted to times of 3 to 8 parts a tile on an H200.
 constexpr std::int32_t kPartKeys = 130;
-constexpr std::int32_t kMostParts = 16;
 constexpr double kAlike = 0.75;  // the least ratio of works that come in rounds
 
 // Which tiles of a kPrefill schedule are cut, and how finely.
@@ -104,7 +103,7 @@ RequestTiles request_tiles(const Cut& cut, const WorkLoad& work, const KeyCut& k
   const auto whole = static_cast<std::int32_t>(std::clamp<std::int64_t>(keys.whole_tiles - tiles_before, 0, tiles));
   return {.tiles = tiles,
           .whole = whole,
-          .parts = std::clamp(longest / keys.most_keys + (longest % keys.most_keys != 0), 1, kMostParts),
+          .parts = std::clamp(longest / keys.most_keys + (longest % keys.most_keys != 0), 1, kMostPrefillParts),
           .first = first,
           .last = last};
 }
@@ -180,7 +179,7 @@ ChosenCut choose_keys(const DeviceProps& device, const WorkLoad& work, std::int3
   const std::int32_t keys = static_cast<std::int32_t>(uncut.longest);
   const auto rounds = static_cast<std::int32_t>(uncut.works / workers);
   const auto consider = [&](std::int32_t whole_tiles, double whole_finish) {
-    for (std::int32_t parts = 2; parts <= kMostParts && keys / parts >= kLeastKeys; ++parts) {
+    for (std::int32_t parts = 2; parts <= kMostPrefillParts && keys / parts >= kLeastKeys; ++parts) {
       const KeyCut cut{.whole_tiles = whole_tiles, .most_keys = keys / parts};
       const Outline outline(work, tile_rows, cut);
       if (outline.slots > most_slots) return;
